@@ -1,0 +1,356 @@
+"""Convolutionalized multi-head self-attention (CMHSA): Vision Transformers that can start as convolutional networks.
+
+Paper: `Can Vision Transformers Perform Convolution?` - https://arxiv.org/abs/2111.01353
+
+A token is a flattened P x P patch of C channels, so its width is d = P * P * C. Phase 1 (`CmhsaConv`) mixes tokens by
+a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with relative position bias. Otherwise
+both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
+"""
+from typing import Any, Dict, Optional, Set, Tuple, Type, Union
+
+import torch
+import torch.nn.functional as F
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import LayerType, to_2tuple
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from .token_mixers import PatchConv2d, RelPosAttention, Size2d, patchify, resize_bias_table, unpatchify
+
+__all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
+
+
+class PatchReshape(nn.Module):
+    """Phase 1's patch projection: the identity, a reshape without parameters.
+
+    Maps images (B, in_chans, H, W) to (B, P * P * hidden_chans, h, w). Channels beyond the image's start at zero.
+    """
+
+    def __init__(self, patch_size: Tuple[int, int], in_chans: int, hidden_chans: int) -> None:
+        super().__init__()
+        self.patch_size = patch_size
+        self.extra_chans = hidden_chans - in_chans
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        B, _, H, W = x.shape
+        x = patchify(F.pad(x, [0, 0, 0, 0, 0, self.extra_chans]), self.patch_size)
+        return x.transpose(1, 2).reshape(B, -1, H // self.patch_size[0], W // self.patch_size[1])
+
+
+class Cmhsa(VisionTransformer):
+    """What both phases share: a Vision Transformer on raw patches, its token mixers left to the subclass."""
+
+    def __init__(
+            self,
+            img_size: Size2d = 224,
+            patch_size: Size2d = 16,
+            in_chans: int = 3,
+            hidden_chans: int = 3,
+            num_classes: int = 1000,
+            global_pool: str = 'avg',
+            depth: int = 6,
+            mlp_ratio: float = 4.,
+            drop_rate: float = 0.,
+            proj_drop_rate: float = 0.,
+            drop_path_rate: float = 0.,
+            norm_layer: Optional[LayerType] = None,
+            act_layer: Optional[LayerType] = None,
+            device=None,
+            dtype=None,
+    ) -> None:
+        """
+        Args:
+            img_size: Input image size, pixels; divisible by the patch size.
+            patch_size: Pixels per patch side, P.
+            in_chans: Number of image channels.
+            hidden_chans: Channels per pixel that a token carries, C; at least `in_chans`. The width of a token
+                follows: P * P * C.
+            num_classes: Number of classes for the classification head.
+            global_pool: Type of global pooling of the final, normalised tokens.
+            depth: Number of blocks.
+            mlp_ratio: Ratio of MLP hidden width to token width.
+            drop_rate: Head dropout rate.
+            proj_drop_rate: Dropout rate of token mixers and MLPs.
+            drop_path_rate: Stochastic depth rate.
+            norm_layer: Normalization layer.
+            act_layer: MLP activation layer.
+
+        Raises:
+            ValueError: If the image is not divisible by the patch, or has more channels than a token carries.
+        """
+        patch_size = to_2tuple(patch_size)
+        _check_divisible(to_2tuple(img_size), patch_size)
+        if in_chans > hidden_chans:
+            raise ValueError(
+                f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
+                f'set hidden_chans to {in_chans} or more.')
+        super().__init__(
+            img_size=img_size,
+            patch_size=patch_size,
+            in_chans=in_chans,
+            num_classes=num_classes,
+            global_pool=global_pool,
+            embed_dim=patch_size[0] * patch_size[1] * hidden_chans,
+            depth=depth,
+            mlp_ratio=mlp_ratio,
+            class_token=False,
+            pos_embed='none',
+            fc_norm=False,
+            drop_rate=drop_rate,
+            proj_drop_rate=proj_drop_rate,
+            drop_path_rate=drop_path_rate,
+            norm_layer=norm_layer,
+            act_layer=act_layer,
+            attn_layer=nn.Identity,  # a place for the subclass's token mixer
+            device=device,
+            dtype=dtype,
+        )
+        self.hidden_chans = hidden_chans
+
+    @torch.jit.ignore
+    def no_weight_decay(self) -> Set[str]:
+        return {name for name, _ in self.named_parameters() if '.rel_pos.' in name}
+
+    def set_input_size(
+            self,
+            img_size: Optional[Size2d] = None,
+            patch_size: Optional[Size2d] = None,
+    ) -> None:
+        """Change the input resolution; every offset between patches keeps its bias.
+
+        Args:
+            img_size: New input size, pixels; if None the current one is kept.
+            patch_size: None or the present patch size.
+
+        Raises:
+            ValueError: If the image is not divisible by the patch, or the patch size would change.
+        """
+        if patch_size is not None and to_2tuple(patch_size) != self.patch_embed.patch_size:
+            raise ValueError(
+                f'patch_size={patch_size} would change the width of a token from {self.embed_dim}: '
+                f'create a new model with that patch_size instead.')
+        if img_size is not None:
+            img_size = to_2tuple(img_size)
+            _check_divisible(img_size, self.patch_embed.patch_size)
+        super().set_input_size(img_size=img_size)
+        for block in self.blocks:
+            block.attn.set_grid_size(self.patch_embed.grid_size)
+
+
+def _check_divisible(img_size: Tuple[int, int], patch_size: Tuple[int, int]) -> None:
+    if any(p < 1 or s < p or s % p for s, p in zip(img_size, patch_size)):
+        nearest = tuple(max(round(s / p), 1) * p for s, p in zip(img_size, patch_size) if p > 0)
+        raise ValueError(
+            f'img_size={img_size} is not divisible by patch_size={patch_size}: '
+            f'use img_size={nearest} or another patch_size.')
+
+
+class CmhsaConv(Cmhsa):
+    """Phase 1: every attention replaced by a K x K convolution over the whole image, the patch projection fixed."""
+
+    def __init__(
+            self,
+            *args,
+            kernel_size: Size2d = 3,
+            proj_drop_rate: float = 0.,
+            attn_drop_rate: float = 0.,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        """
+        Args:
+            kernel_size: Kernel of the convolutions, odd.
+            proj_drop_rate: Dropout rate of token mixers and MLPs.
+            attn_drop_rate: Accepted so that both phases take the same arguments; there is no attention to drop.
+            *args, **kwargs: See `Cmhsa`.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(*args, proj_drop_rate=proj_drop_rate, **kwargs, **dd)
+        patch_size, grid_size = self.patch_embed.patch_size, self.patch_embed.grid_size
+        self.patch_embed.proj = PatchReshape(patch_size, self.in_chans, self.hidden_chans)
+        for block in self.blocks:
+            block.attn = PatchConv2d(
+                self.embed_dim, patch_size, grid_size, kernel_size=kernel_size, proj_drop=proj_drop_rate, **dd)
+
+
+class CmhsaAttn(Cmhsa):
+    """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
+
+    def __init__(
+            self,
+            *args,
+            num_heads: int = 9,
+            head_dim: Optional[int] = None,
+            qkv_bias: bool = True,
+            proj_drop_rate: float = 0.,
+            attn_drop_rate: float = 0.,
+            device=None,
+            dtype=None,
+            **kwargs,
+    ) -> None:
+        """
+        Args:
+            num_heads: Number of heads, N_H.
+            head_dim: Width of a head, d_H; by default that of a token.
+            qkv_bias: Give queries, keys and values a bias.
+            proj_drop_rate: Dropout rate of token mixers and MLPs.
+            attn_drop_rate: Dropout rate of the attention weights.
+            *args, **kwargs: See `Cmhsa`.
+        """
+        dd = {'device': device, 'dtype': dtype}
+        super().__init__(*args, proj_drop_rate=proj_drop_rate, **kwargs, **dd)
+        for block in self.blocks:
+            block.attn = RelPosAttention(
+                self.embed_dim,
+                self.patch_embed.grid_size,
+                num_heads=num_heads,
+                head_dim=head_dim,
+                qkv_bias=qkv_bias,
+                attn_drop=attn_drop_rate,
+                proj_drop=proj_drop_rate,
+                **dd,
+            )
+
+    def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
+        super().init_weights(mode, needs_reset)
+        init_patch_identity(self.patch_embed.proj)
+
+
+@torch.no_grad()
+def init_patch_identity(proj: nn.Conv2d) -> None:
+    """Make a patch projection compute what phase 1's reshape does.
+
+    Args:
+        proj: Convolution with weight (d, in_chans, P_h, P_w), where d is a multiple of P_h * P_w.
+    """
+    embed_dim, in_chans, *patch_size = proj.weight.shape
+    one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
+    proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
+    nn.init.zeros_(proj.bias)
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
+    """Pad or crop the bias tables of a checkpoint that was made for another image size."""
+    state_dict = state_dict.get('state_dict', state_dict)
+    size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
+    grid_size = tuple(s // p for s, p in zip(to_2tuple(size), model.patch_embed.patch_size))
+    out_dict = {}
+    for name, tensor in state_dict.items():
+        if name.endswith('.relative_position_bias_table') and grid_size != model.patch_embed.grid_size:
+            tensor = resize_bias_table(tensor, grid_size, model.patch_embed.grid_size)
+        out_dict[name] = tensor
+    return out_dict
+
+
+def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False, **kwargs) -> Cmhsa:
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        model_cls,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **kwargs,
+    )
+
+
+def _cfg(first_conv: Union[str, Tuple[()]], **kwargs) -> Dict[str, Any]:
+    return {
+        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
+        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
+        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
+        'first_conv': first_conv, 'classifier': 'head',
+        'paper_ids': 'arXiv:2111.01353', 'paper_name': 'Can Vision Transformers Perform Convolution?',
+        'license': 'apache-2.0',
+        **kwargs
+    }
+
+
+def _conv_cfg(**kwargs) -> Dict[str, Any]:
+    return _cfg(first_conv=(), **kwargs)  # nothing to adapt to in_chans: phase 1's projection has no weights
+
+
+def _attn_cfg(**kwargs) -> Dict[str, Any]:
+    return _cfg(first_conv='patch_embed.proj', **kwargs)
+
+
+_SMALL = dict(input_size=(3, 32, 32), crop_pct=1.0)
+
+default_cfgs = generate_default_cfgs({
+    'cmhsa_conv_k3': _conv_cfg(),
+    'cmhsa_conv_k5': _conv_cfg(),
+    'cmhsa_attn': _attn_cfg(),
+
+    'cmhsa_conv_k3_patch4_32': _conv_cfg(**_SMALL),
+    'cmhsa_conv_k5_patch4_32': _conv_cfg(**_SMALL),
+    'cmhsa_attn_patch4_32': _attn_cfg(**_SMALL),
+
+    'test_cmhsa_conv_k3': _conv_cfg(**_SMALL),
+    'test_cmhsa_conv_k5': _conv_cfg(**_SMALL),
+    'test_cmhsa_attn': _attn_cfg(**_SMALL),
+})
+
+
+@register_model
+def cmhsa_conv_k3(pretrained: bool = False, **kwargs) -> CmhsaConv:
+    """ CMHSA-3, convolution phase: 6 blocks of width 768 with 3 x 3 convolutions (Section 4.1). """
+    model_args = dict(kernel_size=3)
+    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k3', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_conv_k5(pretrained: bool = False, **kwargs) -> CmhsaConv:
+    """ CMHSA-5, convolution phase: 6 blocks of width 768 with 5 x 5 convolutions (Section 4.1). """
+    model_args = dict(kernel_size=5)
+    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k5', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_attn(pretrained: bool = False, **kwargs) -> CmhsaAttn:
+    """ CMHSA, self-attention phase: 6 blocks of width 768 with 9 heads of 768 (Section 4.1). """
+    model_args = dict(num_heads=9, head_dim=None)
+    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs) -> CmhsaConv:
+    """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
+    model_args = dict(kernel_size=3, img_size=32, patch_size=4, hidden_chans=12)
+    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k3_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_conv_k5_patch4_32(pretrained: bool = False, **kwargs) -> CmhsaConv:
+    """ CMHSA-5, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
+    model_args = dict(kernel_size=5, img_size=32, patch_size=4, hidden_chans=12)
+    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k5_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 9 heads of 192. """
+    model_args = dict(num_heads=9, img_size=32, patch_size=4, hidden_chans=12)
+    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def test_cmhsa_conv_k3(pretrained: bool = False, **kwargs) -> CmhsaConv:
+    """ CMHSA-3, convolution phase, for unit tests. """
+    model_args = dict(kernel_size=3, img_size=32, patch_size=4, depth=4)
+    return _create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k3', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def test_cmhsa_conv_k5(pretrained: bool = False, **kwargs) -> CmhsaConv:
+    """ CMHSA-5, convolution phase, for unit tests. """
+    model_args = dict(kernel_size=5, img_size=32, patch_size=4, depth=4)
+    return _create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k5', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def test_cmhsa_attn(pretrained: bool = False, **kwargs) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, for unit tests. """
+    model_args = dict(num_heads=9, img_size=32, patch_size=4, depth=4)
+    return _create_cmhsa(CmhsaAttn, 'test_cmhsa_attn', pretrained=pretrained, **dict(model_args, **kwargs))

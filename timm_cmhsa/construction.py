@@ -1,0 +1,203 @@
+"""Theorem 1: one convolution in, one attention layer out, exactly.
+
+Every patch that a convolution reads from lies at one of a few offsets from the patch that it writes to. A head attends
+to the patch at its offset and nowhere else, its values pick the pixels that matter there, and the output projection
+applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
+"""
+import math
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from torch import nn
+
+from .token_mixers import RelPosAttention, Size2d
+
+
+class Head(NamedTuple):
+    """What one head carries from a key patch to the query patch."""
+    offset: Tuple[int, int]  # key patch minus query patch, (row, column)
+    inputs: torch.Tensor  # indices into the flattened key patch, at most head_dim of them
+
+
+@torch.no_grad()
+def conv2d_to_attention(
+        conv: nn.Conv2d,
+        patch_size: Size2d,
+        grid_size: Size2d,
+        num_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        sharpness: Optional[float] = None,
+) -> RelPosAttention:
+    """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
+
+    For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
+    `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
+
+    Queries start at zero and keys at random, which gives the same function as both at zero, and lets both learn.
+    Heads and head dimensions beyond those needed start like any attention layer's, with a zero output projection.
+
+    Args:
+        conv: Any kernel, dilation, groups and bias; zero or circular padding that keeps the image size (divided by
+            the stride); strides that divide the patch size.
+        patch_size: Pixels per patch side, P or (P_h, P_w).
+        grid_size: Patches per image side, h or (h, w).
+        num_heads: Number of heads, N_H; by default as many as needed, (2 * ceil((K - 1) / 2P) + 1)^2 of full width.
+        head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Thinner heads share an offset.
+        sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all else; by default
+            `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness.
+
+    Returns:
+        The attention layer, with the type and on the device of the convolution's weight.
+
+    Raises:
+        TypeError: If `conv` is not a plain `nn.Conv2d`.
+        ValueError: If there is no exact rewrite; the message names numbers for which there is.
+    """
+    _check_conv(conv)
+    patch_size, grid_size, stride = to_2tuple(patch_size), to_2tuple(grid_size), to_2tuple(conv.stride)
+    if min(patch_size + grid_size) < 1:
+        raise ValueError(f'patch_size={patch_size} and grid_size={grid_size} must be positive.')
+    row_taps, col_taps = (_axis_taps(conv, axis, patch_size[axis], grid_size[axis]) for axis in (0, 1))
+
+    dim = patch_size[0] * patch_size[1] * conv.in_channels
+    head_dim = dim if head_dim is None else head_dim
+    heads = _plan_heads(row_taps, col_taps, conv.in_channels, num_heads, head_dim)
+    num_used, num_heads = len(heads), num_heads or max(len(heads), 1)
+    if sharpness is None:
+        sharpness = exact_sharpness(grid_size[0] * grid_size[1], conv.weight.dtype)
+
+    out_pixels = patch_size[0] // stride[0] * (patch_size[1] // stride[1])
+    attn = RelPosAttention(
+        dim, grid_size, num_heads, head_dim, dim_out=out_pixels * conv.out_channels, dtype=conv.weight.dtype)
+    query, _, value = attn.qkv.weight.view(3, num_heads, head_dim, dim).unbind(0)
+    output = attn.proj.weight.view(-1, num_heads, head_dim)
+    table = attn.rel_pos.relative_position_bias_table.view(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, num_heads)
+
+    query[:num_used] = 0
+    output.zero_()
+    table[..., :num_used] = 0
+    attn.rel_pos.zero_key_bias[:num_used] = sharpness / 2
+    kernel = _dense_kernel(conv)
+    block_offset = None
+    for i, (offset, inputs) in enumerate(heads):
+        if offset != block_offset:
+            block, block_offset = _offset_block(kernel, row_taps[offset[0]], col_taps[offset[1]]), offset
+        value[i, :len(inputs)] = F.one_hot(inputs, dim).to(value.dtype)
+        output[:, i, :len(inputs)] = block[inputs].T.to(output.dtype)
+        for row in _table_indices(offset[0], grid_size[0], conv.padding_mode):
+            for col in _table_indices(offset[1], grid_size[1], conv.padding_mode):
+                table[row, col, i] = sharpness
+    if conv.bias is not None:
+        attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
+    return attn.to(conv.weight.device)
+
+
+def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
+    """The sharpness at which all that a head leaks to other patches is a rounding error.
+
+    At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps), which is 42
+    for float32 and 83 for float64 at 14 x 14 patches.
+    """
+    return 2 * math.log(num_tokens / torch.finfo(dtype).eps)
+
+
+def _check_conv(conv: nn.Conv2d) -> None:
+    if not isinstance(conv, nn.Conv2d):
+        raise TypeError(f'Expected an nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
+    if conv.padding_mode not in ('zeros', 'circular'):
+        raise ValueError(
+            f"padding_mode='{conv.padding_mode}' reads different offsets at the border than inside, which no "
+            f"relative position bias can: use 'zeros' or 'circular'.")
+
+
+def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:
+    """What the kernel reads along one axis, by the offset of the patch that it reads from.
+
+    Returns:
+        Offset -> one-hot tensor (P / stride, K, P): the output pixel at [i] reads the input pixel [p] by kernel tap
+        [m]. Offsets that never meet the grid are left out; with circular padding they are taken modulo the grid.
+    """
+    kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
+    span = dilation * (kernel - 1)
+    pad_left, pad_right = {
+        'same': (span // 2, span - span // 2),
+        'valid': (0, 0),
+    }.get(conv.padding, (conv.padding[axis], conv.padding[axis]))
+    side = 'width' if axis else 'height'
+    if patch % stride:
+        divisors = [s for s in range(1, patch + 1) if patch % s == 0]
+        raise ValueError(
+            f'stride={stride} does not divide the patch {side} {patch}: use a stride of {divisors} '
+            f'or a patch size divisible by {stride}.')
+    if (patch * grid + pad_left + pad_right - span - 1) // stride + 1 != patch * grid // stride:
+        raise ValueError(
+            f'padding={conv.padding!r} does not keep the image {side} of {patch * grid} (divided by stride {stride}): '
+            f"a kernel of {kernel} with dilation {dilation} needs a padding of {span // 2}"
+            f"{' on one side and ' + str(span - span // 2) + ' on the other' if span % 2 else ''}"
+            f"{', padding=' + repr('same') if stride == 1 else ''}.")
+
+    pixels = torch.arange(patch // stride)[:, None] * stride + torch.arange(kernel) * dilation - pad_left
+    offsets = pixels.div(patch, rounding_mode='floor')
+    if conv.padding_mode == 'circular':
+        offsets = (offsets + grid // 2) % grid - grid // 2
+    one_hot = F.one_hot(pixels % patch, patch).double()
+    return {o: one_hot * (offsets == o).unsqueeze(-1) for o in offsets.unique().tolist() if abs(o) < grid}
+
+
+def _plan_heads(
+        row_taps: Dict[int, torch.Tensor],
+        col_taps: Dict[int, torch.Tensor],
+        in_chans: int,
+        num_heads: Optional[int],
+        head_dim: int,
+) -> List[Head]:
+    """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole."""
+    if head_dim < 1:
+        raise ValueError(f'head_dim={head_dim} must be positive.')
+    inputs = {}
+    for row, row_tap in row_taps.items():
+        for col, col_tap in col_taps.items():
+            reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
+            reads = reads if head_dim < reads.numel() * in_chans else torch.ones_like(reads)
+            inputs[row, col] = reads.flatten().repeat_interleave(in_chans).nonzero().flatten()
+    heads = [Head(offset, chunk) for offset, used in inputs.items() for chunk in used.split(head_dim)]
+    if num_heads is not None and num_heads < len(heads):
+        sizes = [len(used) for used in inputs.values()]
+        wider = [w for w in range(head_dim + 1, max(sizes) + 1) if sum(-(-s // w) for s in sizes) <= num_heads]
+        raise ValueError(
+            f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
+            f'{len(heads)} heads of {head_dim}'
+            + (f', or {num_heads} of {wider[0]}.' if wider else f', and at least {len(sizes)} of any width.'))
+    return heads
+
+
+def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
+    """The kernel without groups, (C_out, C_in, K_h, K_w); in float64, where its one-hot products below are exact."""
+    weight = conv.weight.detach().double().cpu()
+    weight = weight.unflatten(0, (conv.groups, -1))
+    dense = weight.new_zeros(conv.groups, *weight.shape[1:2], conv.groups, *weight.shape[2:])
+    group = torch.arange(conv.groups)
+    dense[group, :, group] = weight
+    return dense.flatten(2, 3).flatten(0, 1)
+
+
+def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Tensor) -> torch.Tensor:
+    """What the patch at one offset adds to the output: a matrix (P_h * P_w * C_in, P_h * P_w * C_out / stride^2).
+
+    It is W^O_r of Appendix A.2: row (s, i) and column (t, j) hold the weight by which output pixel t, channel j,
+    reads input pixel s, channel i.
+    """
+    block = torch.einsum('imp,dcmn->pcidn', row_tap, kernel)
+    block = torch.einsum('pcidn,jnq->pqcijd', block, col_tap)
+    return block.flatten(0, 2).flatten(1)
+
+
+def _table_indices(offset: int, grid: int, padding_mode: str) -> List[int]:
+    """Rows (or columns) of the bias table at which a key has this offset from the query.
+
+    timm's tables count query minus key, from 1 - grid up. A circular offset also holds on the far side.
+    """
+    wrapped = (offset - grid, offset, offset + grid) if padding_mode == 'circular' else (offset,)
+    return [grid - 1 - o for o in wrapped if abs(o) < grid]
