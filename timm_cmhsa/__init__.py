@@ -1,3 +1,24 @@
 """Vision Transformers that start as convolutional networks: importing this package registers them with timm."""
+from .checkpoints import CheckpointError
 from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
+from .construction import conv2d_to_attention
+from .convert import ConversionReport, VerificationError, convert_checkpoint, convert_state_dict
 from .token_mixers import PatchConv2d, RelPosAttention, patchify, unpatchify
+from .version import __version__
+
+__all__ = [
+    'CheckpointError',
+    'Cmhsa',
+    'CmhsaAttn',
+    'CmhsaConv',
+    'ConversionReport',
+    'PatchConv2d',
+    'RelPosAttention',
+    'VerificationError',
+    '__version__',
+    'conv2d_to_attention',
+    'convert_checkpoint',
+    'convert_state_dict',
+    'patchify',
+    'unpatchify',
+]

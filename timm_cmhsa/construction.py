@@ -16,9 +16,11 @@ from .token_mixers import RelPosAttention, Size2d
 
 
 class Head(NamedTuple):
-    """What one head carries from a key patch to the query patch."""
+    """What one head carries from the patch at its offset to the query patch."""
     offset: Tuple[int, int]  # key patch minus query patch, (row, column)
     inputs: torch.Tensor  # indices into the flattened key patch, at most head_dim of them
+    row_tap: torch.Tensor  # see `_axis_taps`
+    col_tap: torch.Tensor
 
 
 @torch.no_grad()
@@ -43,7 +45,7 @@ def conv2d_to_attention(
             the stride); strides that divide the patch size.
         patch_size: Pixels per patch side, P or (P_h, P_w).
         grid_size: Patches per image side, h or (h, w).
-        num_heads: Number of heads, N_H; by default as many as needed, (2 * ceil((K - 1) / 2P) + 1)^2 of full width.
+        num_heads: Number of heads, N_H; by default as many as `plan_heads` needs.
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Thinner heads share an offset.
         sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all else; by default
             `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness.
@@ -52,27 +54,23 @@ def conv2d_to_attention(
         The attention layer, with the type and on the device of the convolution's weight.
 
     Raises:
-        TypeError: If `conv` is not a plain `nn.Conv2d`.
+        TypeError: If `conv` is not an `nn.Conv2d`.
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
-    _check_conv(conv)
-    patch_size, grid_size, stride = to_2tuple(patch_size), to_2tuple(grid_size), to_2tuple(conv.stride)
-    if min(patch_size + grid_size) < 1:
-        raise ValueError(f'patch_size={patch_size} and grid_size={grid_size} must be positive.')
-    row_taps, col_taps = (_axis_taps(conv, axis, patch_size[axis], grid_size[axis]) for axis in (0, 1))
-
-    dim = patch_size[0] * patch_size[1] * conv.in_channels
-    head_dim = dim if head_dim is None else head_dim
-    heads = _plan_heads(row_taps, col_taps, conv.in_channels, num_heads, head_dim)
+    heads = plan_heads(conv, patch_size, grid_size, num_heads, head_dim)
     num_used, num_heads = len(heads), num_heads or max(len(heads), 1)
+    patch_size, grid_size = to_2tuple(patch_size), to_2tuple(grid_size)
+    dim = patch_size[0] * patch_size[1] * conv.in_channels
+    out_pixels = patch_size[0] // conv.stride[0] * (patch_size[1] // conv.stride[1])
     if sharpness is None:
         sharpness = exact_sharpness(grid_size[0] * grid_size[1], conv.weight.dtype)
 
-    out_pixels = patch_size[0] // stride[0] * (patch_size[1] // stride[1])
-    attn = RelPosAttention(
-        dim, grid_size, num_heads, head_dim, dim_out=out_pixels * conv.out_channels, dtype=conv.weight.dtype)
-    query, _, value = attn.qkv.weight.view(3, num_heads, head_dim, dim).unbind(0)
-    output = attn.proj.weight.view(-1, num_heads, head_dim)
+    dim_out = out_pixels * conv.out_channels
+    with torch.device('meta'):  # PyTorch's default start would take as long as all the rest
+        attn = RelPosAttention(dim, grid_size, num_heads, head_dim, dim_out=dim_out, dtype=conv.weight.dtype)
+    attn.to_empty(device='cpu').reset_parameters()
+    query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
+    output = attn.proj.weight.view(dim_out, num_heads, -1)
     table = attn.rel_pos.relative_position_bias_table.view(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, num_heads)
 
     query[:num_used] = 0
@@ -80,18 +78,60 @@ def conv2d_to_attention(
     table[..., :num_used] = 0
     attn.rel_pos.zero_key_bias[:num_used] = sharpness / 2
     kernel = _dense_kernel(conv)
-    block_offset = None
-    for i, (offset, inputs) in enumerate(heads):
-        if offset != block_offset:
-            block, block_offset = _offset_block(kernel, row_taps[offset[0]], col_taps[offset[1]]), offset
-        value[i, :len(inputs)] = F.one_hot(inputs, dim).to(value.dtype)
-        output[:, i, :len(inputs)] = block[inputs].T.to(output.dtype)
-        for row in _table_indices(offset[0], grid_size[0], conv.padding_mode):
-            for col in _table_indices(offset[1], grid_size[1], conv.padding_mode):
+    block, block_offset = kernel, None
+    for i, head in enumerate(heads):
+        if head.offset != block_offset:
+            block, block_offset = _offset_block(kernel, head.row_tap, head.col_tap), head.offset
+        width = len(head.inputs)
+        value[i, :width] = F.one_hot(head.inputs, dim).to(value.dtype)
+        output[:, i, :width] = block[head.inputs].T.to(output.dtype)
+        for row in _table_indices(head.offset[0], grid_size[0], conv.padding_mode):
+            for col in _table_indices(head.offset[1], grid_size[1], conv.padding_mode):
                 table[row, col, i] = sharpness
     if conv.bias is not None:
         attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
     return attn.to(conv.weight.device)
+
+
+def plan_heads(
+        conv: nn.Conv2d,
+        patch_size: Size2d,
+        grid_size: Size2d,
+        num_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+) -> List[Head]:
+    """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole.
+
+    With full-width heads and a grid that is larger than the kernel's reach, these are the
+    (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. Arguments and errors are those of `conv2d_to_attention`.
+    """
+    if not isinstance(conv, nn.Conv2d):
+        raise TypeError(f'Expected an nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
+    if conv.padding_mode not in ('zeros', 'circular'):
+        raise ValueError(
+            f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
+            f"position bias cannot: use 'zeros' or 'circular'.")
+    patch_size, grid_size = to_2tuple(patch_size), to_2tuple(grid_size)
+    head_dim = patch_size[0] * patch_size[1] * conv.in_channels if head_dim is None else head_dim
+    if min(*patch_size, *grid_size, head_dim) < 1:
+        raise ValueError(f'{patch_size=}, {grid_size=} and {head_dim=} must be positive.')
+
+    row_taps, col_taps = (_axis_taps(conv, axis, patch_size[axis], grid_size[axis]) for axis in (0, 1))
+    heads, sizes = [], []
+    for row, row_tap in row_taps.items():
+        for col, col_tap in col_taps.items():
+            reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
+            reads = reads.flatten().repeat_interleave(conv.in_channels)
+            inputs = reads.nonzero().flatten() if head_dim < len(reads) else torch.arange(len(reads))
+            heads += [Head((row, col), chunk, row_tap, col_tap) for chunk in inputs.split(head_dim)]
+            sizes.append(len(inputs))
+    if num_heads is not None and num_heads < len(heads):
+        wider = [w for w in range(head_dim + 1, max(sizes) + 1) if sum(-(-s // w) for s in sizes) <= num_heads]
+        raise ValueError(
+            f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
+            f'{len(heads)} heads of {head_dim}'
+            + (f', or {num_heads} of {wider[0]}.' if wider else f', and at least {len(sizes)} of any width.'))
+    return heads
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
@@ -103,40 +143,31 @@ def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
     return 2 * math.log(num_tokens / torch.finfo(dtype).eps)
 
 
-def _check_conv(conv: nn.Conv2d) -> None:
-    if not isinstance(conv, nn.Conv2d):
-        raise TypeError(f'Expected an nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
-    if conv.padding_mode not in ('zeros', 'circular'):
-        raise ValueError(
-            f"padding_mode='{conv.padding_mode}' reads different offsets at the border than inside, which no "
-            f"relative position bias can: use 'zeros' or 'circular'.")
-
-
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:
     """What the kernel reads along one axis, by the offset of the patch that it reads from.
 
     Returns:
-        Offset -> one-hot tensor (P / stride, K, P): the output pixel at [i] reads the input pixel [p] by kernel tap
-        [m]. Offsets that never meet the grid are left out; with circular padding they are taken modulo the grid.
+        Offset -> one-hot tensor (P / stride, K, P): output pixel [i] reads input pixel [p] by kernel tap [m].
+        Offsets that never meet the grid are left out; with circular padding they are taken modulo the grid.
     """
+    side = ('height', 'width')[axis]
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
-    span = dilation * (kernel - 1)
-    pad_left, pad_right = {
-        'same': (span // 2, span - span // 2),
-        'valid': (0, 0),
-    }.get(conv.padding, (conv.padding[axis], conv.padding[axis]))
-    side = 'width' if axis else 'height'
     if patch % stride:
         divisors = [s for s in range(1, patch + 1) if patch % s == 0]
         raise ValueError(
-            f'stride={stride} does not divide the patch {side} {patch}: use a stride of {divisors} '
+            f'stride={stride} does not divide the patch {side} of {patch}: use a stride of {divisors} '
             f'or a patch size divisible by {stride}.')
-    if (patch * grid + pad_left + pad_right - span - 1) // stride + 1 != patch * grid // stride:
+    span = dilation * (kernel - 1)
+    if conv.padding == 'same':
+        pad_left, pad_right = span // 2, span - span // 2
+    else:
+        pad_left = pad_right = 0 if conv.padding == 'valid' else conv.padding[axis]
+    size = patch * grid
+    if (size + pad_left + pad_right - span - 1) // stride + 1 != size // stride:
+        remedy = "padding='same'" if span % 2 and stride == 1 else f'padding={span // 2}'
         raise ValueError(
-            f'padding={conv.padding!r} does not keep the image {side} of {patch * grid} (divided by stride {stride}): '
-            f"a kernel of {kernel} with dilation {dilation} needs a padding of {span // 2}"
-            f"{' on one side and ' + str(span - span // 2) + ' on the other' if span % 2 else ''}"
-            f"{', padding=' + repr('same') if stride == 1 else ''}.")
+            f'padding={conv.padding!r} does not keep the image {side} of {size} (divided by stride {stride}): '
+            f'a kernel of {kernel} with dilation {dilation} needs {remedy}.')
 
     pixels = torch.arange(patch // stride)[:, None] * stride + torch.arange(kernel) * dilation - pad_left
     offsets = pixels.div(patch, rounding_mode='floor')
@@ -146,38 +177,10 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
     return {o: one_hot * (offsets == o).unsqueeze(-1) for o in offsets.unique().tolist() if abs(o) < grid}
 
 
-def _plan_heads(
-        row_taps: Dict[int, torch.Tensor],
-        col_taps: Dict[int, torch.Tensor],
-        in_chans: int,
-        num_heads: Optional[int],
-        head_dim: int,
-) -> List[Head]:
-    """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole."""
-    if head_dim < 1:
-        raise ValueError(f'head_dim={head_dim} must be positive.')
-    inputs = {}
-    for row, row_tap in row_taps.items():
-        for col, col_tap in col_taps.items():
-            reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
-            reads = reads if head_dim < reads.numel() * in_chans else torch.ones_like(reads)
-            inputs[row, col] = reads.flatten().repeat_interleave(in_chans).nonzero().flatten()
-    heads = [Head(offset, chunk) for offset, used in inputs.items() for chunk in used.split(head_dim)]
-    if num_heads is not None and num_heads < len(heads):
-        sizes = [len(used) for used in inputs.values()]
-        wider = [w for w in range(head_dim + 1, max(sizes) + 1) if sum(-(-s // w) for s in sizes) <= num_heads]
-        raise ValueError(
-            f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
-            f'{len(heads)} heads of {head_dim}'
-            + (f', or {num_heads} of {wider[0]}.' if wider else f', and at least {len(sizes)} of any width.'))
-    return heads
-
-
 def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
-    """The kernel without groups, (C_out, C_in, K_h, K_w); in float64, where its one-hot products below are exact."""
-    weight = conv.weight.detach().double().cpu()
-    weight = weight.unflatten(0, (conv.groups, -1))
-    dense = weight.new_zeros(conv.groups, *weight.shape[1:2], conv.groups, *weight.shape[2:])
+    """The kernel without groups, (C_out, C_in, K_h, K_w); in float64, where sums of one-hot products are exact."""
+    weight = conv.weight.detach().double().cpu().unflatten(0, (conv.groups, -1))
+    dense = weight.new_zeros(conv.groups, weight.shape[1], conv.groups, *weight.shape[2:])
     group = torch.arange(conv.groups)
     dense[group, :, group] = weight
     return dense.flatten(2, 3).flatten(0, 1)

@@ -232,10 +232,14 @@ class RelPosAttention(Attention):
             **dd,
         )
         self.rel_pos = ZeroKeyRelPosBias(to_2tuple(grid_size), num_heads, **dd)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
         for linear in (self.qkv, self.proj):
             nn.init.trunc_normal_(linear.weight, std=.02)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
+        self.rel_pos.reset_parameters()
 
     @property
     def grid_size(self) -> Tuple[int, int]:

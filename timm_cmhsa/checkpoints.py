@@ -1,0 +1,245 @@
+"""Checkpoint files: any that timm or PyTorch writes in, verified tensors out, whole or not at all."""
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import zipfile
+from pathlib import Path
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional
+
+import safetensors
+import safetensors.torch
+import torch
+from timm.models import clean_state_dict
+
+WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
+PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
+PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be read, converted or written; the message says why and what to do, in one line."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint says."""
+    state_dict: Dict[str, torch.Tensor]
+    architecture: Optional[str]  # timm's name of the model, where the checkpoint tells
+    model_args: Dict[str, Any]  # of `timm.create_model`, as far as it tells
+    preprocessing: Dict[str, Any]  # mean, std and the like, as far as it tells
+    sha256: str  # of the file that holds the tensors
+
+
+def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
+    """Read tensors, and what is known of the model they belong to; prefixes of wrappers are stripped.
+
+    Args:
+        path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
+            `local-dir:` layout. Code in a pickle is never executed.
+        use_ema: Take the averaged weights that a training checkpoint holds beside the last ones.
+
+    Raises:
+        CheckpointError: If there is no such file, it is corrupt, holds code or no state dict.
+    """
+    config: Dict[str, Any] = {}
+    if path.is_dir():
+        config = _read_config(path / 'config.json')
+        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
+        if not names:
+            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
+        path = path / names[0]
+    if not path.is_file():
+        raise CheckpointError(f'{path} does not exist or is not a file: give a checkpoint file or a local-dir: folder.')
+    try:
+        content, metadata = _load(path)
+        sha256 = _sha256(path)
+    except OSError as e:
+        raise CheckpointError(f'{path} cannot be read: {e.strerror or e}.') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
+
+    state_dict = _select_state_dict(content, path, use_ema)
+    if 'model_args' in metadata:
+        config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
+    elif not config:
+        config = _train_config(content)
+    pretrained_cfg = config.get('pretrained_cfg') or {}
+    return Checkpoint(
+        clean_state_dict(state_dict),
+        config.get('architecture'),
+        _model_args(config),
+        {key: pretrained_cfg[key] for key in PREPROCESSING if pretrained_cfg.get(key)},
+        sha256,
+    )
+
+
+def _load(path: Path) -> tuple[Any, Dict[str, str]]:
+    if path.suffix == '.safetensors':
+        try:
+            with safetensors.safe_open(path, framework='pt') as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+        except safetensors.SafetensorError as e:
+            raise CheckpointError(f'{path} is truncated or not a safetensors file: {_one_line(e)}.') from e
+    try:
+        # timm's training checkpoints hold their arguments in a Namespace
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location='cpu', weights_only=True), {}
+    except pickle.UnpicklingError as e:
+        if 'GLOBAL' in str(e) or 'nsupported' in str(e):
+            raise CheckpointError(
+                f'{path} needs code to load, which is never executed: save its state_dict() alone.') from e
+        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,
+            UnicodeDecodeError, zipfile.BadZipFile) as e:
+        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint: {_one_line(e)}.') from e
+
+
+def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
+    """The same keys, in the same order, as timm's `load_state_dict`, but averaged weights only where asked for."""
+    ema = [key for key in ('state_dict_ema', 'model_ema') if content.get(key) is not None]
+    if use_ema and not ema:
+        raise CheckpointError(f'{path} holds no EMA weights: leave out --use-ema, or train with --model-ema.')
+    key = ema[0] if use_ema else next((key for key in ('state_dict', 'model') if key in content), None)
+    state_dict = content if key is None else content[key]
+    if not isinstance(state_dict, dict) or not state_dict:
+        raise CheckpointError(f'{path} holds no state dict{"" if key is None else f" in {key!r}"}.')
+    others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
+    if others:
+        raise CheckpointError(f'{path} is not a state dict: {others[0]!r} is a {type(state_dict[others[0]]).__name__}.')
+    return state_dict
+
+
+def _read_config(path: Path) -> Dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.")
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f'{path} cannot be read: {_one_line(e)}.') from e
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a model configuration of timm's.")
+    return config
+
+
+def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
+    """Bring the arguments of timm's `train.py` into the form of its config.json."""
+    args = content.get('args')
+    args = dict(args) if isinstance(args, dict) else vars(args) if isinstance(args, argparse.Namespace) else {}
+    model_args = dict(args.get('model_kwargs') or {})
+    for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
+        if args.get(name) is not None:
+            model_args.setdefault(key, args[name])
+    return {
+        'architecture': content.get('arch') or args.get('model'),
+        'model_args': model_args,
+        'pretrained_cfg': {key: args[key] for key in ('input_size', *PREPROCESSING) if args.get(key)},
+    }
+
+
+def _model_args(config: Dict[str, Any]) -> Dict[str, Any]:
+    """The arguments that config.json rebuilds its model with."""
+    model_args = dict(config.get('model_args') or {})
+    input_size = (config.get('pretrained_cfg') or {}).get('input_size')
+    if input_size is not None:
+        model_args.setdefault('in_chans', input_size[0])
+        model_args.setdefault('img_size', tuple(input_size[1:]))
+    return model_args
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open('rb') as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_destination(dst: Path, src: Path, force: bool) -> None:
+    """Refuse a destination that would lose something, before any work is done.
+
+    Raises:
+        CheckpointError: If it is the source, exists and may not be overwritten, or cannot be written.
+    """
+    if dst.exists() and src.exists() and dst.samefile(src):
+        raise CheckpointError(f'{dst} is the source itself: choose another destination.')
+    if dst.is_dir():
+        others = sorted({entry.name for entry in dst.iterdir()} - {'model.safetensors', 'config.json'})
+        if others:
+            raise CheckpointError(f'{dst} is a folder that holds {others[0]}: choose a new folder or a file name.')
+    if dst.exists() and not force and not (dst.is_dir() and not any(dst.iterdir())):
+        raise CheckpointError(f'{dst} exists already: choose another destination, or overwrite it with --force.')
+    if not dst.parent.is_dir():
+        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
+    if not os.access(dst.parent, os.W_OK):
+        raise CheckpointError(f'{dst.parent} is not writable: choose another destination.')
+
+
+def write_checkpoint(
+        dst: Path,
+        state_dict: Dict[str, torch.Tensor],
+        metadata: Dict[str, str],
+        save_config: Callable[[Path], None],
+) -> None:
+    """Write a state dict, whole or not at all: killed at any moment, it leaves the old checkpoint or none.
+
+    Args:
+        dst: `.safetensors`, `.pth` (or another suffix of a pickle), or a folder for timm's `local-dir:`.
+        state_dict: Tensors to write.
+        metadata: Written into safetensors.
+        save_config: Writes the config.json of a folder to the path it is given.
+
+    Raises:
+        CheckpointError: If the destination cannot be written; nothing is left there.
+    """
+    partial = dst.with_name(f'.{dst.name}.partial')
+    try:
+        with _removed_on_failure(partial):
+            if dst.suffix == '.safetensors':
+                safetensors.torch.save_file(state_dict, partial, metadata)
+            elif dst.suffix in PICKLE_SUFFIXES:
+                torch.save(state_dict, partial)
+            else:
+                partial.mkdir()
+                safetensors.torch.save_file(state_dict, partial / 'model.safetensors', metadata)
+                save_config(partial / 'config.json')
+            for path in [*partial.glob('*')] or [partial]:
+                with path.open('rb') as file:
+                    os.fsync(file.fileno())
+            _replace(partial, dst)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as e:
+        raise CheckpointError(f'{dst} cannot be written: {_one_line(e)}. Nothing was written.') from e
+
+
+def _replace(partial: Path, dst: Path) -> None:
+    if not dst.is_dir():
+        partial.replace(dst)
+        return
+    # a folder with files in it cannot be replaced in one step: between the two lines there is none
+    old = dst.rename(dst.with_name(f'.{dst.name}.old'))
+    partial.replace(dst)
+    shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Remove what an earlier, killed run left at this path, and what this one leaves if it fails."""
+    def remove() -> None:
+        if path.is_dir():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
+
+    remove()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            remove()
+        raise
+
+
+def _one_line(error: BaseException) -> str:
+    text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
+    return text.strip().splitlines()[0].rstrip('.')
