@@ -80,7 +80,7 @@ def _load(path: Path) -> tuple[Any, Dict[str, str]]:
     if path.suffix == '.safetensors':
         try:
             with safetensors.safe_open(path, framework='pt') as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
         except safetensors.SafetensorError as e:
             raise CheckpointError(f'{path} is truncated or not a safetensors file: {_one_line(e)}.') from e
     try:
@@ -115,8 +115,9 @@ def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Di
 def _read_config(path: Path) -> Dict[str, Any]:
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise CheckpointError(f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.")
+    except FileNotFoundError as e:
+        raise CheckpointError(
+            f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.") from e
     except (OSError, ValueError) as e:
         raise CheckpointError(f'{path} cannot be read: {_one_line(e)}.') from e
     if not isinstance(config, dict):

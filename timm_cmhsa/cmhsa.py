@@ -6,6 +6,7 @@ A token is a flattened P x P patch of C channels, so its width is d = P * P * C.
 a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with relative position bias. Otherwise
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
+import math
 from typing import Any, Dict, Optional, Set, Tuple, Type, Union
 
 import torch
@@ -56,8 +57,8 @@ class Cmhsa(VisionTransformer):
             drop_path_rate: float = 0.,
             norm_layer: Optional[LayerType] = None,
             act_layer: Optional[LayerType] = None,
-            device=None,
-            dtype=None,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
     ) -> None:
         """
         Args:
@@ -79,8 +80,7 @@ class Cmhsa(VisionTransformer):
         Raises:
             ValueError: If the image is not divisible by the patch, or has more channels than a token carries.
         """
-        patch_size = to_2tuple(patch_size)
-        _check_divisible(to_2tuple(img_size), patch_size)
+        _check_divisible(img_size, patch_size)
         if in_chans > hidden_chans:
             raise ValueError(
                 f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
@@ -91,7 +91,7 @@ class Cmhsa(VisionTransformer):
             in_chans=in_chans,
             num_classes=num_classes,
             global_pool=global_pool,
-            embed_dim=patch_size[0] * patch_size[1] * hidden_chans,
+            embed_dim=math.prod(to_2tuple(patch_size)) * hidden_chans,
             depth=depth,
             mlp_ratio=mlp_ratio,
             class_token=False,
@@ -131,16 +131,18 @@ class Cmhsa(VisionTransformer):
                 f'patch_size={patch_size} would change the width of a token from {self.embed_dim}: '
                 f'create a new model with that patch_size instead.')
         if img_size is not None:
-            img_size = to_2tuple(img_size)
             _check_divisible(img_size, self.patch_embed.patch_size)
-        super().set_input_size(img_size=img_size)
+        super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
         for block in self.blocks:
             block.attn.set_grid_size(self.patch_embed.grid_size)
 
 
-def _check_divisible(img_size: Tuple[int, int], patch_size: Tuple[int, int]) -> None:
-    if any(p < 1 or s < p or s % p for s, p in zip(img_size, patch_size)):
-        nearest = tuple(max(round(s / p), 1) * p for s, p in zip(img_size, patch_size) if p > 0)
+def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
+    sides = list(zip(to_2tuple(img_size), to_2tuple(patch_size)))
+    if any(p < 1 for _, p in sides):
+        raise ValueError(f'patch_size={patch_size} must be positive.')
+    if any(s < p or s % p for s, p in sides):
+        nearest = tuple(max(round(s / p), 1) * p for s, p in sides)
         raise ValueError(
             f'img_size={img_size} is not divisible by patch_size={patch_size}: '
             f'use img_size={nearest} or another patch_size.')
@@ -151,23 +153,23 @@ class CmhsaConv(Cmhsa):
 
     def __init__(
             self,
-            *args,
+            *,
             kernel_size: Size2d = 3,
             proj_drop_rate: float = 0.,
             attn_drop_rate: float = 0.,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ) -> None:
         """
         Args:
             kernel_size: Kernel of the convolutions, odd.
             proj_drop_rate: Dropout rate of token mixers and MLPs.
             attn_drop_rate: Accepted so that both phases take the same arguments; there is no attention to drop.
-            *args, **kwargs: See `Cmhsa`.
+            **kwargs: See `Cmhsa`.
         """
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__(*args, proj_drop_rate=proj_drop_rate, **kwargs, **dd)
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(proj_drop_rate=proj_drop_rate, **kwargs, **dd)
         patch_size, grid_size = self.patch_embed.patch_size, self.patch_embed.grid_size
         self.patch_embed.proj = PatchReshape(patch_size, self.in_chans, self.hidden_chans)
         for block in self.blocks:
@@ -180,15 +182,15 @@ class CmhsaAttn(Cmhsa):
 
     def __init__(
             self,
-            *args,
+            *,
             num_heads: int = 9,
             head_dim: Optional[int] = None,
             qkv_bias: bool = True,
             proj_drop_rate: float = 0.,
             attn_drop_rate: float = 0.,
-            device=None,
-            dtype=None,
-            **kwargs,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
     ) -> None:
         """
         Args:
@@ -197,10 +199,10 @@ class CmhsaAttn(Cmhsa):
             qkv_bias: Give queries, keys and values a bias.
             proj_drop_rate: Dropout rate of token mixers and MLPs.
             attn_drop_rate: Dropout rate of the attention weights.
-            *args, **kwargs: See `Cmhsa`.
+            **kwargs: See `Cmhsa`.
         """
-        dd = {'device': device, 'dtype': dtype}
-        super().__init__(*args, proj_drop_rate=proj_drop_rate, **kwargs, **dd)
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(proj_drop_rate=proj_drop_rate, **kwargs, **dd)
         for block in self.blocks:
             block.attn = RelPosAttention(
                 self.embed_dim,
@@ -228,12 +230,12 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
     embed_dim, in_chans, *patch_size = proj.weight.shape
     one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
     proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
-    nn.init.zeros_(proj.bias)
+    if proj.bias is not None:
+        nn.init.zeros_(proj.bias)
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
     """Pad or crop the bias tables of a checkpoint that was made for another image size."""
-    state_dict = state_dict.get('state_dict', state_dict)
     size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
     grid_size = tuple(s // p for s, p in zip(to_2tuple(size), model.patch_embed.patch_size))
     out_dict = {}
@@ -244,7 +246,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
     return out_dict
 
 
-def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False, **kwargs) -> Cmhsa:
+def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False, **kwargs: Any) -> Cmhsa:
     out_indices = kwargs.pop('out_indices', 3)
     return build_model_with_cfg(
         model_cls,
@@ -256,7 +258,7 @@ def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False
     )
 
 
-def _cfg(first_conv: Union[str, Tuple[()]], **kwargs) -> Dict[str, Any]:
+def _cfg(first_conv: Union[str, Tuple[()]], **kwargs: Any) -> Dict[str, Any]:
     return {
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
         'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
@@ -268,11 +270,11 @@ def _cfg(first_conv: Union[str, Tuple[()]], **kwargs) -> Dict[str, Any]:
     }
 
 
-def _conv_cfg(**kwargs) -> Dict[str, Any]:
+def _conv_cfg(**kwargs: Any) -> Dict[str, Any]:
     return _cfg(first_conv=(), **kwargs)  # nothing to adapt to in_chans: phase 1's projection has no weights
 
 
-def _attn_cfg(**kwargs) -> Dict[str, Any]:
+def _attn_cfg(**kwargs: Any) -> Dict[str, Any]:
     return _cfg(first_conv='patch_embed.proj', **kwargs)
 
 
@@ -294,63 +296,63 @@ default_cfgs = generate_default_cfgs({
 
 
 @register_model
-def cmhsa_conv_k3(pretrained: bool = False, **kwargs) -> CmhsaConv:
+def cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase: 6 blocks of width 768 with 3 x 3 convolutions (Section 4.1). """
     model_args = dict(kernel_size=3)
     return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k3', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def cmhsa_conv_k5(pretrained: bool = False, **kwargs) -> CmhsaConv:
+def cmhsa_conv_k5(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-5, convolution phase: 6 blocks of width 768 with 5 x 5 convolutions (Section 4.1). """
     model_args = dict(kernel_size=5)
     return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k5', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def cmhsa_attn(pretrained: bool = False, **kwargs) -> CmhsaAttn:
+def cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase: 6 blocks of width 768 with 9 heads of 768 (Section 4.1). """
     model_args = dict(num_heads=9, head_dim=None)
     return _create_cmhsa(CmhsaAttn, 'cmhsa_attn', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs) -> CmhsaConv:
+def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
     model_args = dict(kernel_size=3, img_size=32, patch_size=4, hidden_chans=12)
     return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k3_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def cmhsa_conv_k5_patch4_32(pretrained: bool = False, **kwargs) -> CmhsaConv:
+def cmhsa_conv_k5_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-5, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
     model_args = dict(kernel_size=5, img_size=32, patch_size=4, hidden_chans=12)
     return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k5_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs) -> CmhsaAttn:
+def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 9 heads of 192. """
     model_args = dict(num_heads=9, img_size=32, patch_size=4, hidden_chans=12)
     return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def test_cmhsa_conv_k3(pretrained: bool = False, **kwargs) -> CmhsaConv:
+def test_cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for unit tests. """
     model_args = dict(kernel_size=3, img_size=32, patch_size=4, depth=4)
     return _create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k3', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def test_cmhsa_conv_k5(pretrained: bool = False, **kwargs) -> CmhsaConv:
+def test_cmhsa_conv_k5(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-5, convolution phase, for unit tests. """
     model_args = dict(kernel_size=5, img_size=32, patch_size=4, depth=4)
     return _create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k5', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
-def test_cmhsa_attn(pretrained: bool = False, **kwargs) -> CmhsaAttn:
+def test_cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, for unit tests. """
     model_args = dict(num_heads=9, img_size=32, patch_size=4, depth=4)
     return _create_cmhsa(CmhsaAttn, 'test_cmhsa_attn', pretrained=pretrained, **dict(model_args, **kwargs))

@@ -59,11 +59,11 @@ def conv2d_to_attention(
     """
     heads = plan_heads(conv, patch_size, grid_size, num_heads, head_dim)
     num_used, num_heads = len(heads), num_heads or max(len(heads), 1)
-    patch_size, grid_size = to_2tuple(patch_size), to_2tuple(grid_size)
-    dim = patch_size[0] * patch_size[1] * conv.in_channels
-    out_pixels = patch_size[0] // conv.stride[0] * (patch_size[1] // conv.stride[1])
+    (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
+    dim = patch_h * patch_w * conv.in_channels
+    out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     if sharpness is None:
-        sharpness = exact_sharpness(grid_size[0] * grid_size[1], conv.weight.dtype)
+        sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
 
     dim_out = out_pixels * conv.out_channels
     with torch.device('meta'):  # PyTorch's default start would take as long as all the rest
@@ -71,7 +71,7 @@ def conv2d_to_attention(
     attn.to_empty(device='cpu').reset_parameters()
     query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
     output = attn.proj.weight.view(dim_out, num_heads, -1)
-    table = attn.rel_pos.relative_position_bias_table.view(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, num_heads)
+    table = attn.rel_pos.relative_position_bias_table.view(2 * grid_h - 1, 2 * grid_w - 1, num_heads)
 
     query[:num_used] = 0
     output.zero_()
@@ -85,8 +85,8 @@ def conv2d_to_attention(
         width = len(head.inputs)
         value[i, :width] = F.one_hot(head.inputs, dim).to(value.dtype)
         output[:, i, :width] = block[head.inputs].T.to(output.dtype)
-        for row in _table_indices(head.offset[0], grid_size[0], conv.padding_mode):
-            for col in _table_indices(head.offset[1], grid_size[1], conv.padding_mode):
+        for row in _table_indices(head.offset[0], grid_h, conv.padding_mode):
+            for col in _table_indices(head.offset[1], grid_w, conv.padding_mode):
                 table[row, col, i] = sharpness
     if conv.bias is not None:
         attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
@@ -111,12 +111,12 @@ def plan_heads(
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
             f"position bias cannot: use 'zeros' or 'circular'.")
-    patch_size, grid_size = to_2tuple(patch_size), to_2tuple(grid_size)
-    head_dim = patch_size[0] * patch_size[1] * conv.in_channels if head_dim is None else head_dim
-    if min(*patch_size, *grid_size, head_dim) < 1:
+    (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
+    head_dim = patch_h * patch_w * conv.in_channels if head_dim is None else head_dim
+    if min(patch_h, patch_w, grid_h, grid_w, head_dim) < 1:
         raise ValueError(f'{patch_size=}, {grid_size=} and {head_dim=} must be positive.')
 
-    row_taps, col_taps = (_axis_taps(conv, axis, patch_size[axis], grid_size[axis]) for axis in (0, 1))
+    row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
     heads, sizes = [], []
     for row, row_tap in row_taps.items():
         for col, col_tap in col_taps.items():
@@ -158,10 +158,10 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
             f'stride={stride} does not divide the patch {side} of {patch}: use a stride of {divisors} '
             f'or a patch size divisible by {stride}.')
     span = dilation * (kernel - 1)
-    if conv.padding == 'same':
-        pad_left, pad_right = span // 2, span - span // 2
+    if isinstance(conv.padding, str):
+        pad_left, pad_right = (span // 2, span - span // 2) if conv.padding == 'same' else (0, 0)
     else:
-        pad_left = pad_right = 0 if conv.padding == 'valid' else conv.padding[axis]
+        pad_left = pad_right = conv.padding[axis]
     size = patch * grid
     if (size + pad_left + pad_right - span - 1) // stride + 1 != size // stride:
         remedy = "padding='same'" if span % 2 and stride == 1 else f'padding={span // 2}'

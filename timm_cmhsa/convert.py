@@ -8,35 +8,25 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import timm
 import torch
-from timm.data import ImageDataset, create_transform, resolve_data_config
 from timm.layers import to_2tuple
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
 from .checkpoints import Checkpoint, CheckpointError, check_destination, read_checkpoint, write_checkpoint
-from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
+from .cmhsa import CmhsaConv, init_patch_identity
 from .construction import conv2d_to_attention, exact_sharpness, plan_heads
 from .token_mixers import Size2d
+from .verify import LayerReport, load_images, verify
 from .version import __version__
 
 TOLERANCE = 1e-4
 NUM_RANDOM_IMAGES = 8
-MAX_REAL_IMAGES = 64
-BATCH_SIZE = 8
 KNOWN_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'norm_layer', 'act_layer')
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
 class VerificationError(RuntimeError):
     """The converted model computes something else than its source; nothing was written."""
-
-
-class LayerReport(NamedTuple):
-    """How well one attention layer replaces its convolution."""
-    name: str
-    heads_used: int
-    num_heads: int
-    error: float  # largest, relative to the convolution's largest output
 
 
 class ConversionReport(NamedTuple):
@@ -213,15 +203,20 @@ def _grid_size(args: Dict[str, Any]) -> Tuple[int, int]:
     return height, width
 
 
+def _conv2d(chans_in: int, chans_out: int, kernel_size: Sequence[int]) -> nn.Conv2d:
+    height, width = kernel_size
+    return nn.Conv2d(chans_in, chans_out, (height, width), padding=(height // 2, width // 2))
+
+
 def _load_conv(weight: torch.Tensor, bias: torch.Tensor) -> nn.Conv2d:
-    padding = tuple(k // 2 for k in weight.shape[2:])
-    conv = nn.Conv2d(weight.shape[1], weight.shape[0], tuple(weight.shape[2:]), padding=padding, dtype=weight.dtype)
+    chans_out, chans_in, *kernel_size = weight.shape
+    conv = _conv2d(chans_in, chans_out, kernel_size).to(weight.dtype)
     conv.load_state_dict({'weight': weight, 'bias': bias})
     return conv.to(weight.device)
 
 
 def _default_num_heads(args: Dict[str, Any], model_num_heads: int, head_dim: Optional[int]) -> int:
-    conv = nn.Conv2d(args['hidden_chans'], 1, args['kernel_size'], padding=tuple(k // 2 for k in args['kernel_size']))
+    conv = _conv2d(args['hidden_chans'], args['hidden_chans'], args['kernel_size'])
     needed = len(plan_heads(conv, args['patch_size'], _grid_size(args), head_dim=head_dim))
     return needed if head_dim else max(needed, model_num_heads)
 
@@ -302,7 +297,7 @@ def convert_checkpoint(
     attn_model.load_state_dict(converted)
 
     random_images = torch.randn(NUM_RANDOM_IMAGES, args['in_chans'], *args['img_size'], generator=torch.manual_seed(0))
-    real_images = random_images[:0] if images is None else _load_images(Path(images), attn_model)
+    real_images = random_images[:0] if images is None else load_images(Path(images), attn_model)
     layers, logits_error, top1_agreement = verify(
         conv_model, attn_model, torch.cat([random_images, real_images]).to(compute_dtype))
     report = ConversionReport(
@@ -362,66 +357,6 @@ def _pretrained_cfg(source: Checkpoint, args: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
-def _load_images(folder: Path, model: CmhsaAttn) -> torch.Tensor:
-    """The first images of a folder, as timm's validation would feed them: (B, C, H, W)."""
-    config = resolve_data_config({}, pretrained_cfg=model.pretrained_cfg)
-    modes = {1: 'L', 3: 'RGB'}
-    if model.in_chans not in modes:
-        raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {model.in_chans}.')
-    try:
-        dataset = ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[model.in_chans])
-    except (OSError, RuntimeError) as e:
-        raise CheckpointError(f'{folder} holds no images to verify on: {e}') from e
-    return torch.stack([dataset[i][0] for i in range(min(len(dataset), MAX_REAL_IMAGES))])
-
-
-@torch.inference_mode()
-def verify(
-        conv_model: CmhsaConv,
-        attn_model: CmhsaAttn,
-        images: torch.Tensor,
-) -> Tuple[List[LayerReport], float, float]:
-    """Compare a phase-1 model with its rewrite, layer by layer and at the end.
-
-    Args:
-        conv_model, attn_model: Models to compare, in eval mode.
-        images: Shape (B, C, H, W).
-
-    Returns:
-        Layers, the logits' largest error relative to the largest logit, and the share of images with the same top-1
-        class. A layer is fed what its convolution gets, so that its error is its own.
-    """
-    depth = len(conv_model.blocks)
-    errors, scales = torch.zeros(depth + 1), torch.zeros(depth + 1)
-    agreed = 0
-
-    def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        errors[i] = torch.maximum(errors[i], (actual - expected).abs().max())
-        scales[i] = torch.maximum(scales[i], expected.abs().max())
-
-    hooks = [
-        block.attn.register_forward_hook(
-            lambda _, inputs, output, i=i: compare(i, output, attn_model.blocks[i].attn(inputs[0])))
-        for i, block in enumerate(conv_model.blocks)
-    ]
-    for batch in images.split(BATCH_SIZE):
-        expected, actual = conv_model(batch), attn_model(batch)
-        compare(depth, expected, actual)
-        agreed += (expected.argmax(dim=-1) == actual.argmax(dim=-1)).sum().item()
-    for hook in hooks:
-        hook.remove()
-    *layer_errors, logits_error = (errors / scales.clamp(min=torch.finfo(scales.dtype).tiny)).tolist()
-    layers = [
-        LayerReport(f'blocks.{i}.attn', _heads_used(block.attn), block.attn.num_heads, error)
-        for i, (block, error) in enumerate(zip(attn_model.blocks, layer_errors))
-    ]
-    return layers, logits_error, agreed / len(images)
-
-
-def _heads_used(attn: nn.Module) -> int:
-    return int(attn.proj.weight.unflatten(1, (attn.num_heads, -1)).abs().amax(dim=(0, 2)).count_nonzero())
-
-
 def _metadata(report: ConversionReport, source: Checkpoint) -> Dict[str, str]:
     return {
         'format': 'pt',
@@ -451,12 +386,12 @@ def _parser() -> argparse.ArgumentParser:
                     'the same. Verified before it is written. '
                     'Exit code 1: the error is above the tolerance; 2: bad input. Nothing is written then.')
     add = parser.add_argument
-    add('src', metavar='SRC', help="checkpoint of timm's train.py, state dict (.pth, .safetensors) or local-dir: folder")
+    add('src', metavar='SRC', help="checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder")
     add('dst', metavar='DST', help='.safetensors, .pth, or a folder for timm.create_model("local-dir:DST")')
     add('--model', metavar='NAME', help='registered phase-2 model (default: the one with tokens of this shape)')
     add('--img-size', metavar='N or HxW', type=_parse_size, help='input size, where the checkpoint does not tell')
     add('--in-chans', metavar='N', type=int, help='image channels, where the checkpoint does not tell')
-    add('--num-heads', metavar='N', type=int, help='number of heads (default: the model\'s; with --head-dim, as needed)')
+    add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
     add('--head-dim', metavar='N', type=int, help='width of a head (default: that of a token)')
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')

@@ -3,7 +3,7 @@
 A token is a flattened image patch, so a mixer can see the tokens as the image they were cut from. `PatchConv2d`
 convolves that image (phase 1), `RelPosAttention` attends over the tokens (phase 2).
 """
-from typing import Final, Optional, Tuple, Union
+from typing import Any, Final, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,11 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
 # The two functions below branch on an optional mask, which fx tracing sees as a proxy: they stay leaves of the graph.
 @torch.fx.wrap
 @register_notrace_function
-def reject_attn_mask(x: torch.Tensor, attn_mask: Optional[torch.Tensor] = None, is_causal: bool = False):
+def reject_attn_mask(
+        x: torch.Tensor,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+) -> torch.Tensor:
     if attn_mask is not None or is_causal:
         raise ValueError('A convolution has no attention to mask: call the model without attn_mask and is_causal.')
     return x
@@ -71,7 +75,11 @@ def reject_attn_mask(x: torch.Tensor, attn_mask: Optional[torch.Tensor] = None, 
 
 @torch.fx.wrap
 @register_notrace_function
-def add_attn_mask(attn_bias: torch.Tensor, attn_mask: Optional[torch.Tensor] = None, is_causal: bool = False):
+def add_attn_mask(
+        attn_bias: torch.Tensor,
+        attn_mask: Optional[torch.Tensor] = None,
+        is_causal: bool = False,
+) -> torch.Tensor:
     """Add a mask over N keys to a bias over N + 1 keys: the zero key, which comes last, is never masked."""
     if is_causal:
         num_tokens = attn_bias.shape[-2]
@@ -97,8 +105,8 @@ class PatchConv2d(nn.Module):
             grid_size: Size2d,
             kernel_size: Size2d = 3,
             proj_drop: float = 0.,
-            device=None,
-            dtype=None,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
     ) -> None:
         """
         Args:
@@ -112,14 +120,14 @@ class PatchConv2d(nn.Module):
             ValueError: If the kernel is even: with the same padding on both sides it would change the image size.
         """
         super().__init__()
-        kernel_size = to_2tuple(kernel_size)
-        if any(k < 1 or k % 2 == 0 for k in kernel_size):
-            raise ValueError(f'kernel_size={kernel_size} cannot be centred on a pixel: use odd sizes such as 3 or 5.')
+        kernel_h, kernel_w = to_2tuple(kernel_size)
+        if kernel_h % 2 == 0 or kernel_w % 2 == 0:
+            raise ValueError(f'kernel_size={kernel_size} cannot be centred on a pixel: use an odd size such as 3 or 5.')
         self.patch_size = to_2tuple(patch_size)
         self.grid_size = to_2tuple(grid_size)
         chans = dim // (self.patch_size[0] * self.patch_size[1])
-        padding = tuple(k // 2 for k in kernel_size)
-        self.conv = nn.Conv2d(chans, chans, kernel_size, padding=padding, device=device, dtype=dtype)
+        padding = (kernel_h // 2, kernel_w // 2)
+        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=padding, device=device, dtype=dtype)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
@@ -141,8 +149,12 @@ class ZeroKeyRelPosBias(RelPosBias):
 
     An offset means the same at any grid size, so that a change of grid pads the table with zeros or crops it.
     """
+    window_size: Tuple[int, int]
+    bias_shape: Tuple[int, int, int]
+    relative_position_bias_table: nn.Parameter
+    relative_position_index: torch.Tensor
 
-    def __init__(self, window_size: Tuple[int, int], num_heads: int, device=None, dtype=None) -> None:
+    def __init__(self, window_size: Tuple[int, int], num_heads: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__(window_size, num_heads, device=device, dtype=dtype)
         self.zero_key_bias = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
 
@@ -194,7 +206,7 @@ class RelPosAttention(Attention):
     `nn.MultiheadAttention` calls `add_zero_attn`): a head can attend to nothing, as it must where its offset points
     outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
-    fused_attn: Final[bool]
+    fused_attn: Final[bool]  # type: ignore[misc]  # set by Attention; TorchScript looks for it in this class
 
     def __init__(
             self,
@@ -206,8 +218,8 @@ class RelPosAttention(Attention):
             qkv_bias: bool = True,
             attn_drop: float = 0.,
             proj_drop: float = 0.,
-            device=None,
-            dtype=None,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
     ) -> None:
         """
         Args:

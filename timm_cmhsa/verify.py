@@ -1,0 +1,81 @@
+"""Does a phase-2 model compute what its phase-1 source does? Measured on images, layer by layer and at the end."""
+from pathlib import Path
+from typing import List, NamedTuple, Tuple
+
+import torch
+from timm.data import ImageDataset, create_transform, resolve_data_config
+
+from .checkpoints import CheckpointError
+from .cmhsa import CmhsaAttn, CmhsaConv
+from .token_mixers import RelPosAttention
+
+MAX_REAL_IMAGES = 64
+BATCH_SIZE = 8
+
+
+class LayerReport(NamedTuple):
+    """How well one attention layer replaces its convolution."""
+    name: str
+    heads_used: int
+    num_heads: int
+    error: float  # largest, relative to the convolution's largest output
+
+
+@torch.inference_mode()
+def verify(
+        conv_model: CmhsaConv,
+        attn_model: CmhsaAttn,
+        images: torch.Tensor,
+) -> Tuple[List[LayerReport], float, float]:
+    """Compare a phase-1 model with its rewrite, layer by layer and at the end.
+
+    Args:
+        conv_model, attn_model: Models to compare, in eval mode.
+        images: Shape (B, C, H, W).
+
+    Returns:
+        Layers, the logits' largest error relative to the largest logit, and the share of images with the same top-1
+        class. A layer is fed what its convolution gets, so that its error is its own.
+    """
+    depth = len(conv_model.blocks)
+    errors, scales = torch.zeros(depth + 1), torch.zeros(depth + 1)
+    agreed = 0
+
+    def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
+        errors[i] = torch.maximum(errors[i], (actual - expected).abs().max())
+        scales[i] = torch.maximum(scales[i], expected.abs().max())
+
+    hooks = [
+        block.attn.register_forward_hook(
+            lambda _, inputs, output, i=i: compare(i, output, attn_model.blocks[i].attn(inputs[0])))
+        for i, block in enumerate(conv_model.blocks)
+    ]
+    for batch in images.split(BATCH_SIZE):
+        expected, actual = conv_model(batch), attn_model(batch)
+        compare(depth, expected, actual)
+        agreed += (expected.argmax(dim=-1) == actual.argmax(dim=-1)).sum().item()
+    for hook in hooks:
+        hook.remove()
+    *layer_errors, logits_error = (errors / scales.clamp(min=torch.finfo(scales.dtype).tiny)).tolist()
+    layers = [
+        LayerReport(f'blocks.{i}.attn', _heads_used(block.attn), block.attn.num_heads, error)
+        for i, (block, error) in enumerate(zip(attn_model.blocks, layer_errors))
+    ]
+    return layers, logits_error, agreed / len(images)
+
+
+def _heads_used(attn: RelPosAttention) -> int:
+    return int(attn.proj.weight.unflatten(1, (attn.num_heads, -1)).abs().amax(dim=(0, 2)).count_nonzero())
+
+
+def load_images(folder: Path, model: CmhsaAttn) -> torch.Tensor:
+    """The first images of a folder, as timm's validation would feed them: (B, C, H, W)."""
+    config = resolve_data_config({}, pretrained_cfg=model.pretrained_cfg)
+    modes = {1: 'L', 3: 'RGB'}
+    if model.in_chans not in modes:
+        raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {model.in_chans}.')
+    try:
+        dataset = ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[model.in_chans])
+    except (OSError, RuntimeError) as e:
+        raise CheckpointError(f'{folder} holds no images to verify on: {e}') from e
+    return torch.stack([dataset[i][0] for i in range(min(len(dataset), MAX_REAL_IMAGES))])
