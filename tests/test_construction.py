@@ -1,0 +1,226 @@
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from timm_cmhsa import conv2d_to_attention, patchify, unpatchify
+from timm_cmhsa.construction import exact_sharpness, plan_heads
+
+
+def relative_error(actual, expected):
+    scale = expected.abs().max().item() or 1.
+    return (actual - expected).abs().max().item() / scale
+
+
+def rewrite_error(conv, patch_size, grid_size, **kwargs):
+    """Largest error of the rewrite on one random image batch, relative to the convolution's largest output."""
+    (patch_h, patch_w), (grid_h, grid_w) = patch_size, grid_size
+    images = torch.randn(2, conv.in_channels, patch_h * grid_h, patch_w * grid_w).to(conv.weight)
+    attn = conv2d_to_attention(conv, patch_size, grid_size, **kwargs)
+    out_patch = patch_h // conv.stride[0], patch_w // conv.stride[1]
+    with torch.no_grad():
+        return relative_error(attn(patchify(images, patch_size)), patchify(conv(images), out_patch))
+
+
+@st.composite
+def convolutions(draw):
+    """A convolution that has an exact rewrite, on patches and a grid that fit it."""
+    patch = draw(st.tuples(st.integers(1, 6), st.integers(1, 6)))
+    grid = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    kernel = draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    dilation = draw(st.tuples(st.integers(1, 4), st.integers(1, 4)))
+    stride = tuple(draw(st.sampled_from([s for s in range(1, p + 1) if p % s == 0])) for p in patch)
+    if stride == (1, 1):
+        padding = 'same'
+    else:
+        padding = []
+        for p, g, k, d, s in zip(patch, grid, kernel, dilation, stride):
+            span = d * (k - 1)
+            fitting = [pad for pad in range(span + 1) if (p * g + 2 * pad - span - 1) // s + 1 == p * g // s]
+            assume(fitting)
+            padding.append(draw(st.sampled_from(fitting)))
+        padding = tuple(padding)
+    groups = draw(st.sampled_from([1, 2, 3]))
+    padding_mode = draw(st.sampled_from(['zeros', 'circular']))
+    if padding_mode == 'circular':  # PyTorch wraps around once only
+        assume(all(d * (k - 1) <= p * g for p, g, k, d in zip(patch, grid, kernel, dilation)))
+    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+    conv = nn.Conv2d(
+        groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), kernel, stride=stride, padding=padding,
+        dilation=dilation, groups=groups, bias=draw(st.booleans()), padding_mode=padding_mode)
+    head_dim = draw(st.sampled_from([None, None, 1, 5, 16, 64]))
+    return conv, patch, grid, head_dim
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(convolutions())
+def test_rewrite_is_exact(case):
+    conv, patch, grid, head_dim = case
+    assert rewrite_error(conv, patch, grid, head_dim=head_dim) <= 2e-6
+    assert rewrite_error(conv.double(), patch, grid, head_dim=head_dim) <= 1e-12
+
+
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize('padding_mode', ['zeros', 'circular'])
+def test_rewrite_in_half_precision_is_off_by_rounding_only(dtype, padding_mode):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 3, 5, padding=2, padding_mode=padding_mode)
+    conv.to(dtype)
+    assert rewrite_error(conv, (8, 8), (4, 4)) <= 2 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize(('patch_size', 'grid_size'), [((16, 16), (14, 14)), ((2, 2), (40, 40))])
+def test_rewrite_is_exact_on_large_grids(patch_size, grid_size):
+    torch.manual_seed(0)
+    assert rewrite_error(nn.Conv2d(3, 3, 3, padding=1), patch_size, grid_size) <= 2e-6
+
+
+def test_theorem_1_alone_is_wrong_at_the_borders():
+    """Without the zero key, a head that points outside the image averages patches: the reason for the zero key."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    images = torch.randn(2, 3, 32, 32)
+    attn = conv2d_to_attention(conv, 8, 4)
+    nn.init.constant_(attn.rel_pos.zero_key_bias, float('-inf'))
+    actual, expected = unpatchify(attn(patchify(images, 8)), 8, 4), conv(images)
+    assert relative_error(actual[..., 8:-8, 8:-8], expected[..., 8:-8, 8:-8]) <= 2e-6
+    assert relative_error(actual, expected) > 1e-3
+
+
+@pytest.mark.parametrize(('kernel_size', 'patch_size', 'num_heads'), [
+    (1, 4, 1), (3, 4, 9), (5, 16, 9), (7, 3, 9), (9, 4, 9), (9, 3, 25), (3, 1, 9), (5, 1, 25), (7, 2, 25),
+])
+def test_number_of_heads_is_theorem_1s(kernel_size, patch_size, num_heads):
+    assert num_heads == (2 * math.ceil((kernel_size - 1) / (2 * patch_size)) + 1) ** 2
+    attn = conv2d_to_attention(nn.Conv2d(2, 2, kernel_size, padding=kernel_size // 2), patch_size, 9)
+    assert attn.num_heads == num_heads
+    assert attn.head_dim == patch_size ** 2 * 2
+
+
+@pytest.mark.parametrize(('kernel_size', 'head_dim', 'num_heads'), [
+    (3, 96, 16), (5, 96, 16), (3, 64, 20), (5, 64, 24), (3, 192, 12), (9, 192, 12),
+])
+def test_number_of_thin_heads(kernel_size, head_dim, num_heads):
+    conv = nn.Conv2d(3, 3, kernel_size, padding=kernel_size // 2)
+    assert len(plan_heads(conv, 16, 14, head_dim=head_dim)) == num_heads
+
+
+def test_heads_that_never_meet_the_grid_are_left_out():
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    assert conv2d_to_attention(conv, 4, (1, 6)).num_heads == 3
+    assert rewrite_error(conv, (4, 4), (1, 6)) <= 2e-6
+    assert rewrite_error(nn.Conv2d(1, 1, 2, dilation=8, padding='same'), (2, 2), (1, 1)) <= 2e-6
+
+
+def test_output_projection_is_that_of_appendix_a2():
+    """W^O_{(r-1)d + (s-1)C_in + i, (t-1)C_out + j} = W^C_{x(r,s,t), y(r,s,t), i, j}, 0 outside the kernel."""
+    patch, kernel, chans_in, chans_out = 3, 5, 2, 4
+    conv = nn.Conv2d(chans_in, chans_out, kernel, padding=kernel // 2)
+    offsets = list(itertools.product((-1, 0, 1), (-1, 0, 1)))
+    pixels = list(itertools.product(range(patch), range(patch)))
+    dim = patch * patch * chans_in
+    expected = torch.zeros(len(offsets) * dim, patch * patch * chans_out)
+    for (r, offset), (s, read), (t, write) in itertools.product(
+            enumerate(offsets), enumerate(pixels), enumerate(pixels)):
+        x, y = (o * patch + p - q + kernel // 2 for o, p, q in zip(offset, read, write))
+        if 0 <= x < kernel and 0 <= y < kernel:
+            for i, j in itertools.product(range(chans_in), range(chans_out)):
+                expected[r * dim + s * chans_in + i, t * chans_out + j] = conv.weight[j, i, x, y]
+
+    attn = conv2d_to_attention(conv, patch, 4)
+    assert torch.equal(attn.proj.weight.T, expected)
+    _, _, value = attn.qkv.weight.view(3, len(offsets), dim, dim).unbind(0)
+    assert torch.equal(value, torch.eye(dim).expand_as(value))
+
+
+def test_output_projection_is_the_impulse_response():
+    conv = nn.Conv2d(2, 4, 5, padding=6, dilation=3, groups=2, bias=False)
+    patch, reach = 4, 2
+    canvas = torch.zeros(patch * patch * 2, (2 * reach + 1) ** 2, patch * patch * 2)
+    canvas[:, len(canvas[0]) // 2] = torch.eye(patch * patch * 2)
+    response = patchify(conv(unpatchify(canvas, patch, 2 * reach + 1)), patch)
+    attn = conv2d_to_attention(conv, patch, 2 * reach + 1)
+    blocks = attn.proj.weight.unflatten(1, (attn.num_heads, -1)).permute(1, 2, 0)
+    for head, block in zip(plan_heads(conv, patch, 2 * reach + 1), blocks):
+        answering = (reach - head.offset[0]) * (2 * reach + 1) + reach - head.offset[1]
+        torch.testing.assert_close(block, response[:, answering])
+
+
+def test_spare_heads_keep_the_function_and_start_as_usual():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    assert rewrite_error(conv, (4, 4), (3, 3), num_heads=12) <= 2e-6
+    attn = conv2d_to_attention(conv, 4, 3, num_heads=12)
+    query, key, value = attn.qkv.weight.view(3, 12, 32, 32).unbind(0)
+    output = attn.proj.weight.view(32, 12, 32)
+    table = attn.rel_pos.relative_position_bias_table
+    assert not query[:9].any()
+    assert not output[:, 9:].any()
+    for usual in (query[9:], key, value[9:]):
+        assert 0.01 < usual.std() < 0.03
+    assert 0 < table[:, 9:].abs().max() < 0.1
+    assert not attn.rel_pos.zero_key_bias[9:].any()
+
+
+def test_every_parameter_gets_to_learn():
+    """The paper's zero queries and zero keys would never move; zero queries alone do, and the keys follow."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    attn = conv2d_to_attention(conv, 4, 3, num_heads=10, head_dim=40, sharpness=8)
+    start = {name: parameter.clone() for name, parameter in attn.named_parameters()}
+    optimizer = torch.optim.Adam(attn.parameters(), lr=1e-2)
+    tokens, target = torch.randn(8, 9, 32), torch.randn(8, 9, 32)
+    for _ in range(2):
+        optimizer.zero_grad()
+        F.mse_loss(attn(tokens), target).backward()
+        optimizer.step()
+    for name, parameter in attn.named_parameters():
+        assert not torch.equal(parameter, start[name]), name
+    changed = (attn.qkv.weight != start['qkv.weight']).view(3, 10, -1).any(dim=-1)
+    assert changed.all(), 'queries, keys and values of every head'
+
+
+def test_sharpness_trades_exactness():
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 2, 3, padding=1)
+    errors = [rewrite_error(conv, (4, 4), (4, 4), sharpness=sharpness) for sharpness in (4, 8, 16, 40)]
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] <= 2e-6
+    assert exact_sharpness(196, torch.float32) == pytest.approx(42.4, abs=0.1)
+    assert exact_sharpness(196, torch.float64) == pytest.approx(82.6, abs=0.1)
+
+
+@pytest.mark.parametrize(('conv', 'kwargs', 'message'), [
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, 'it takes 9 heads of 48, and at least 9 of any width'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 9, 'head_dim': 12}, 'it takes 12 heads of 12, or 9 of 48'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10, 'head_dim': 12}, 'it takes 12 heads of 12, or 10 of 24'),
+    (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), {}, "use 'zeros' or 'circular'"),
+    (nn.Conv2d(3, 3, 3, padding=1, padding_mode='replicate'), {}, "use 'zeros' or 'circular'"),
+    (nn.Conv2d(3, 3, 3, padding=1, stride=3), {}, r'use a stride of \[1, 2, 4\] or a patch size divisible by 3'),
+    (nn.Conv2d(3, 3, 3), {}, 'needs padding=1'),
+    (nn.Conv2d(3, 3, 3, padding=2), {}, 'needs padding=1'),
+    (nn.Conv2d(3, 3, 4, padding=1), {}, "needs padding='same'"),
+    (nn.Conv2d(3, 3, 5, dilation=3, padding='valid'), {}, 'needs padding=6'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'head_dim': 0}, 'must be positive'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'grid_size': 0}, 'must be positive'),
+])
+def test_no_exact_rewrite_is_an_error_that_says_what_would_do(conv, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        conv2d_to_attention(conv, **{'patch_size': 4, 'grid_size': 3, **kwargs})
+
+
+def test_the_numbers_an_error_names_would_do():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    assert conv2d_to_attention(conv, 4, 3, num_heads=10, head_dim=24).num_heads == 10
+    assert conv2d_to_attention(conv, 4, 3, num_heads=12, head_dim=12).num_heads == 12
+
+
+def test_only_convolutions_are_rewritten():
+    with pytest.raises(TypeError, match=r'Expected an nn\.Conv2d .* got Linear'):
+        conv2d_to_attention(nn.Linear(2, 2), 4, 3)

@@ -1,0 +1,148 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from timm.layers import set_fused_attn
+from torch import nn
+
+from timm_cmhsa import PatchConv2d, RelPosAttention, patchify, unpatchify
+from timm_cmhsa.token_mixers import resize_bias_table
+
+sizes = st.integers(1, 4)
+pairs = st.tuples(sizes, sizes)
+
+
+@given(patch=pairs, grid=pairs, chans=sizes)
+def test_patchify_flattens_row_column_channel(patch, grid, chans):
+    height, width = patch[0] * grid[0], patch[1] * grid[1]
+    images = torch.arange(chans * height * width).reshape(1, chans, height, width)
+    tokens = patchify(images, patch)
+    assert tokens.shape == (1, grid[0] * grid[1], patch[0] * patch[1] * chans)
+    for row, col, channel in itertools.product(range(height), range(width), range(chans)):
+        token = row // patch[0] * grid[1] + col // patch[1]
+        value = (row % patch[0] * patch[1] + col % patch[1]) * chans + channel
+        assert tokens[0, token, value] == images[0, channel, row, col]
+
+
+@given(patch=pairs, grid=pairs, chans=sizes)
+def test_unpatchify_inverts_patchify(patch, grid, chans):
+    images = torch.randn(2, chans, patch[0] * grid[0], patch[1] * grid[1])
+    assert torch.equal(unpatchify(patchify(images, patch), patch, grid), images)
+
+
+def test_patchify_takes_single_sizes():
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(patchify(images, 4), patchify(images, (4, 4)))
+    assert torch.equal(unpatchify(patchify(images, 4), 4, 2), images)
+
+
+@pytest.mark.parametrize('kernel_size', [1, 3, 5, (3, 7)])
+def test_patch_conv2d_convolves_the_whole_image(kernel_size):
+    mixer = PatchConv2d(2 * 3 * 4, patch_size=(2, 3), grid_size=(4, 5), kernel_size=kernel_size)
+    images = torch.randn(2, 4, 8, 15)
+    padding = tuple(k // 2 for k in mixer.conv.kernel_size)
+    expected = F.conv2d(images, mixer.conv.weight, mixer.conv.bias, padding=padding)
+    torch.testing.assert_close(unpatchify(mixer(patchify(images, (2, 3))), (2, 3), (4, 5)), expected)
+
+
+@pytest.mark.parametrize('kernel_size', [2, 0, (3, 4)])
+def test_patch_conv2d_refuses_even_kernels(kernel_size):
+    with pytest.raises(ValueError, match='use an odd size such as 3 or 5'):
+        PatchConv2d(12, patch_size=2, grid_size=2, kernel_size=kernel_size)
+
+
+def test_patch_conv2d_refuses_masks():
+    mixer, tokens = PatchConv2d(12, patch_size=2, grid_size=2), torch.randn(1, 4, 12)
+    with pytest.raises(ValueError, match='no attention to mask'):
+        mixer(tokens, attn_mask=torch.ones(4, 4, dtype=torch.bool))
+    with pytest.raises(ValueError, match='no attention to mask'):
+        mixer(tokens, is_causal=True)
+
+
+def random_attention(dim=12, grid_size=(2, 3), **kwargs):
+    attn = RelPosAttention(dim, grid_size, **kwargs)
+    for parameter in attn.parameters():
+        nn.init.normal_(parameter)
+    return attn.eval()
+
+
+def test_attention_is_torchs_with_add_zero_attn_and_relative_bias():
+    attn, tokens = random_attention(num_heads=3, head_dim=4), torch.randn(2, 6, 12)
+    positions = torch.tensor([(row, col) for row in range(2) for col in range(3)])
+    table = attn.rel_pos.relative_position_bias_table.detach().reshape(3, 5, 3)
+    bias = torch.empty(3, 6, 6)
+    for query, key in itertools.product(range(6), range(6)):
+        row, col = (positions[query] - positions[key]).tolist()
+        bias[:, query, key] = table[row + 1, col + 2]
+    nn.init.zeros_(attn.rel_pos.zero_key_bias)  # torch's zero key has no bias
+
+    expected, _ = F.multi_head_attention_forward(
+        *[tokens.transpose(0, 1)] * 3, 12, 3, attn.qkv.weight, attn.qkv.bias, None, None, add_zero_attn=True,
+        dropout_p=0., out_proj_weight=attn.proj.weight, out_proj_bias=attn.proj.bias,
+        attn_mask=bias.repeat(2, 1, 1), need_weights=False)
+    torch.testing.assert_close(attn(tokens), expected.transpose(0, 1))
+
+
+def test_zero_key_takes_all_weight_where_its_bias_is_large():
+    attn, tokens = random_attention(), torch.randn(2, 6, 12)
+    nn.init.constant_(attn.rel_pos.zero_key_bias, 1e4)
+    torch.testing.assert_close(attn(tokens), attn.proj.bias.expand(2, 6, 12))
+
+
+@pytest.mark.parametrize('mask', ['none', 'bool', 'float', 'causal'])
+def test_fused_and_unfused_attention_agree(mask):
+    outputs = []
+    kwargs = {
+        'none': {},
+        'bool': {'attn_mask': torch.rand(6, 6) > 0.5},
+        'float': {'attn_mask': torch.randn(2, 1, 6, 6)},
+        'causal': {'is_causal': True},
+    }[mask]
+    tokens = torch.randn(2, 6, 12)
+    for fused in (True, False):
+        torch.manual_seed(0)
+        set_fused_attn(fused)
+        try:
+            attn = random_attention()
+        finally:
+            set_fused_attn(True)
+        assert attn.fused_attn == fused
+        outputs.append(attn(tokens, **kwargs))
+    torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
+
+
+def test_masked_keys_have_no_influence():
+    attn, tokens = random_attention(), torch.randn(1, 6, 12)
+    mask = torch.ones(6, 6, dtype=torch.bool)
+    mask[:, 4] = False
+    changed = tokens.clone()
+    changed[:, 4] += 1
+    torch.testing.assert_close(attn(tokens, attn_mask=mask)[:, :4], attn(changed, attn_mask=mask)[:, :4])
+    assert not torch.allclose(attn(tokens)[:, :4], attn(changed)[:, :4])
+    torch.testing.assert_close(attn(tokens, is_causal=True)[:, :4], attn(changed, is_causal=True)[:, :4])
+
+
+@given(grid=pairs, new_grid=pairs)
+def test_bias_table_keeps_every_offset_that_both_grids_know(grid, new_grid):
+    table = torch.randn((2 * grid[0] - 1) * (2 * grid[1] - 1), 2)
+    resized = resize_bias_table(table, grid, new_grid)
+    assert resized.shape == ((2 * new_grid[0] - 1) * (2 * new_grid[1] - 1), 2)
+    for row, col in itertools.product(range(1 - new_grid[0], new_grid[0]), range(1 - new_grid[1], new_grid[1])):
+        actual = resized[(row + new_grid[0] - 1) * (2 * new_grid[1] - 1) + col + new_grid[1] - 1]
+        known = abs(row) < grid[0] and abs(col) < grid[1]
+        expected = table[(row + grid[0] - 1) * (2 * grid[1] - 1) + col + grid[1] - 1] if known else torch.zeros(2)
+        assert torch.equal(actual, expected)
+
+
+def test_set_grid_size_keeps_requires_grad_and_the_zero_key():
+    attn = random_attention()
+    attn.requires_grad_(False)
+    zero_key_bias = attn.rel_pos.zero_key_bias.clone()
+    attn.set_grid_size((4, 4))
+    assert attn.grid_size == (4, 4)
+    assert not any(parameter.requires_grad for parameter in attn.parameters())
+    assert torch.equal(attn.rel_pos.zero_key_bias, zero_key_bias)
+    assert attn(torch.randn(1, 16, 12)).shape == (1, 16, 12)
