@@ -206,8 +206,6 @@ class RelPosAttention(Attention):
     `nn.MultiheadAttention` calls `add_zero_attn`): a head can attend to nothing, as it must where its offset points
     outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
-    fused_attn: Final[bool]  # type: ignore[misc]  # set by Attention; TorchScript looks for it in this class
-
     def __init__(
             self,
             dim: int,
@@ -271,7 +269,10 @@ class RelPosAttention(Attention):
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])
         attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
 
-        if self.fused_attn:
+        fused_attn = self.fused_attn
+        if not torch.jit.is_scripting():  # PyTorch's ONNX exporter fails on a fused attention with a bias
+            fused_attn = fused_attn and not torch.onnx.is_in_onnx_export()
+        if fused_attn:
             x = F.scaled_dot_product_attention(
                 q, k, v,
                 attn_mask=attn_bias,
