@@ -6,6 +6,8 @@ from timm.layers import set_fused_attn
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
+import timm_cmhsa  # noqa: F401
+
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 both_phases = pytest.mark.parametrize('name', [CONV, ATTN])
 

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import warnings
 import zipfile
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional
@@ -85,10 +86,11 @@ def _load(path: Path) -> tuple[Any, Dict[str, str]]:
             raise CheckpointError(f'{path} is truncated or not a safetensors file: {_one_line(e)}.') from e
     try:
         # timm's training checkpoints hold their arguments in a Namespace
-        with torch.serialization.safe_globals([argparse.Namespace]):
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of a file that is no checkpoint, one line says all
             return torch.load(path, map_location='cpu', weights_only=True), {}
     except pickle.UnpicklingError as e:
-        if 'GLOBAL' in str(e) or 'nsupported' in str(e):
+        if 'GLOBAL' in str(e):
             raise CheckpointError(
                 f'{path} needs code to load, which is never executed: save its state_dict() alone.') from e
         raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e

@@ -91,13 +91,13 @@ def convert_state_dict(
     known = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans)
     args = infer_model_args(state_dict, {key: value for key, value in known.items() if value is not None})
     num_heads = num_heads or _default_num_heads(args, 9, head_dim)
-    proj = nn.Conv2d(args['in_chans'], state_dict['norm.weight'].numel(), to_2tuple(args['patch_size']))
-    init_patch_identity(proj)
-
-    converted = {f'patch_embed.proj.{name}': tensor.to(state_dict['norm.weight'])
-                 for name, tensor in proj.state_dict().items()}
+    converted = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
+        proj = nn.Conv2d(args['in_chans'], state_dict['norm.weight'].numel(), to_2tuple(args['patch_size']))
+        init_patch_identity(proj)
+        for name, tensor in proj.state_dict().items():
+            converted[f'patch_embed.proj.{name}'] = tensor.to(state_dict['norm.weight'])
         for name, tensor in state_dict.items():
             if '.attn.conv.' not in name:
                 converted[name] = tensor.clone()
@@ -203,20 +203,16 @@ def _grid_size(args: Dict[str, Any]) -> Tuple[int, int]:
     return height, width
 
 
-def _conv2d(chans_in: int, chans_out: int, kernel_size: Sequence[int]) -> nn.Conv2d:
-    height, width = kernel_size
-    return nn.Conv2d(chans_in, chans_out, (height, width), padding=(height // 2, width // 2))
-
-
 def _load_conv(weight: torch.Tensor, bias: torch.Tensor) -> nn.Conv2d:
-    chans_out, chans_in, *kernel_size = weight.shape
-    conv = _conv2d(chans_in, chans_out, kernel_size).to(weight.dtype)
-    conv.load_state_dict({'weight': weight, 'bias': bias})
-    return conv.to(weight.device)
+    chans_out, chans_in, height, width = weight.shape
+    conv = nn.Conv2d(chans_in, chans_out, (height, width), padding=(height // 2, width // 2), device='meta')
+    conv.load_state_dict({'weight': weight, 'bias': bias}, assign=True)
+    return conv
 
 
 def _default_num_heads(args: Dict[str, Any], model_num_heads: int, head_dim: Optional[int]) -> int:
-    conv = _conv2d(args['hidden_chans'], args['hidden_chans'], args['kernel_size'])
+    weight = torch.empty(args['hidden_chans'], args['hidden_chans'], *args['kernel_size'], device='meta')
+    conv = _load_conv(weight, weight[:, 0, 0, 0])
     needed = len(plan_heads(conv, args['patch_size'], _grid_size(args), head_dim=head_dim))
     return needed if head_dim else max(needed, model_num_heads)
 
@@ -296,7 +292,8 @@ def convert_checkpoint(
         architecture, **attn_args, dtype=compute_dtype, pretrained_cfg_overlay=_pretrained_cfg(source, args)).eval()
     attn_model.load_state_dict(converted)
 
-    random_images = torch.randn(NUM_RANDOM_IMAGES, args['in_chans'], *args['img_size'], generator=torch.manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    random_images = torch.randn(NUM_RANDOM_IMAGES, args['in_chans'], *args['img_size'], generator=generator)
     real_images = random_images[:0] if images is None else load_images(Path(images), attn_model)
     layers, logits_error, top1_agreement = verify(
         conv_model, attn_model, torch.cat([random_images, real_images]).to(compute_dtype))

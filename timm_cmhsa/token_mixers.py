@@ -206,6 +206,7 @@ class RelPosAttention(Attention):
     `nn.MultiheadAttention` calls `add_zero_attn`): a head can attend to nothing, as it must where its offset points
     outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
+
     def __init__(
             self,
             dim: int,

@@ -70,7 +70,12 @@ def _heads_used(attn: RelPosAttention) -> int:
 
 def load_images(folder: Path, model: CmhsaAttn) -> torch.Tensor:
     """The first images of a folder, as timm's validation would feed them: (B, C, H, W)."""
+    if not folder.is_dir():
+        raise CheckpointError(f'{folder} is not a folder of images to verify on.')
     config = resolve_data_config({}, pretrained_cfg=model.pretrained_cfg)
+    for key in ('mean', 'std'):  # a model of gray images can have inherited those of three channels
+        if len(config[key]) != model.in_chans:
+            config[key] = (sum(config[key]) / len(config[key]),) * model.in_chans
     modes = {1: 'L', 3: 'RGB'}
     if model.in_chans not in modes:
         raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {model.in_chans}.')

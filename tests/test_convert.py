@@ -1,0 +1,481 @@
+"""Checkpoint files in, verified checkpoint files out, by the function and by the command."""
+import argparse
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from PIL import Image
+from timm.models import load_checkpoint
+from timm.optim import create_optimizer_v2
+from timm.utils import CheckpointSaver, ModelEmaV3
+from torch import nn
+
+from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict
+from timm_cmhsa.convert import main
+
+CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+
+
+def create(name=CONV, **kwargs):
+    model = timm.create_model(name, **{'num_classes': 10, **kwargs})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@pytest.fixture(scope='module')
+def conv_model():
+    torch.manual_seed(0)
+    return create()
+
+
+@pytest.fixture
+def src(conv_model, tmp_path):
+    path = tmp_path / 'phase1.pth'
+    torch.save(conv_model.state_dict(), path)
+    return path
+
+
+def assert_same_function(expected, actual, in_chans=3, size=(32, 32), tolerance=1e-5):
+    x = torch.randn(2, in_chans, *size)
+    with torch.no_grad():
+        error = (actual.eval()(x) - expected.eval()(x)).abs().max() / expected(x).abs().max()
+    assert error <= tolerance
+
+
+# What comes in
+
+
+def save_training_checkpoint(model, folder, **args):
+    """What timm's train.py writes, by timm's own saver."""
+    args = argparse.Namespace(**{'model': CONV, 'img_size': None, 'in_chans': None, 'gp': None, **args})
+    optimizer = create_optimizer_v2(model, 'adamw', lr=1e-3)
+    model(torch.randn(2, model.in_chans, *model.patch_embed.img_size)).mean().backward()
+    optimizer.step()
+    ema = ModelEmaV3(model)
+    for parameter in ema.module.parameters():
+        parameter.data += 0.1
+    saver = CheckpointSaver(model, optimizer, args=args, model_ema=ema, checkpoint_dir=str(folder), max_history=2)
+    saver.save_checkpoint(0, 50.)
+    return ema.module
+
+
+@pytest.mark.parametrize('name', ['checkpoint-0.pth.tar', 'model_best.pth.tar', 'last.pth.tar'])
+def test_training_checkpoints(name, tmp_path):
+    model = create(img_size=(16, 24), in_chans=1)
+    ema = save_training_checkpoint(
+        model, tmp_path, model_kwargs={'in_chans': 1, 'img_size': [16, 24]}, mean=[0.5], std=[0.2])
+    report = convert_checkpoint(tmp_path / name, tmp_path / 'out')
+    assert report.img_size_source == 'from the checkpoint'
+    converted = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True)
+    assert_same_function(model, converted, 1, (16, 24))
+    assert (converted.pretrained_cfg['mean'], converted.pretrained_cfg['std']) == ([0.5], [0.2])
+
+    convert_checkpoint(tmp_path / name, tmp_path / 'ema', use_ema=True)
+    assert_same_function(ema, timm.create_model(f'local-dir:{tmp_path / "ema"}', pretrained=True), 1, (16, 24))
+
+
+def test_train_py_options_tell_the_image_size(tmp_path):
+    for kwargs, size in ((dict(img_size=48), (48, 48)), (dict(input_size=[3, 16, 40]), (16, 40)), ({}, (32, 32))):
+        save_training_checkpoint(create(img_size=size), tmp_path, **kwargs)
+        report = convert_checkpoint(tmp_path / 'last.pth.tar', tmp_path / 'out.pth', force=True)
+        assert report.model_args['img_size'] == size
+        assert report.img_size_source == ('from the checkpoint' if kwargs else f'default of {CONV}')
+
+
+@pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', 'module._orig_mod.', '_orig_mod.module.'])
+def test_wrapper_prefixes_are_stripped(prefix, conv_model, tmp_path):
+    torch.save({prefix + key: value for key, value in conv_model.state_dict().items()}, tmp_path / 'a.pth')
+    convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
+    assert_same_function(conv_model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
+
+
+def test_safetensors_and_local_dir(conv_model, tmp_path):
+    safetensors.torch.save_file(conv_model.state_dict(), tmp_path / 'a.safetensors')
+    convert_checkpoint(tmp_path / 'a.safetensors', tmp_path / 'from_file')
+    timm.models.save_for_hf(conv_model, str(tmp_path / 'folder'), safe_serialization=True)
+    report = convert_checkpoint(tmp_path / 'folder', tmp_path / 'from_folder')
+    assert report.img_size_source == 'from the checkpoint'
+    for name in ('from_file', 'from_folder'):
+        assert_same_function(conv_model, timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True))
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(kernel_size=7),
+    dict(kernel_size=(1, 5)),
+    dict(kernel_size=11),  # reaches beyond the neighbouring patch: 25 heads
+    dict(patch_size=8, hidden_chans=2, in_chans=2),
+    dict(depth=2, mlp_ratio=1.5, num_classes=0),
+])
+def test_shape_is_read_from_the_tensors(kwargs, tmp_path):
+    model = create(**kwargs)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out', img_size=32)
+    assert report.img_size_source == 'as asked for'
+    converted = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True)
+    assert len(converted.blocks) == len(model.blocks)
+    assert converted.blocks[0].attn.num_heads == (25 if kwargs.get('kernel_size') == 11 else 9)
+    assert_same_function(model, converted, model.in_chans)
+
+
+def test_image_size_of_a_plain_state_dict_is_that_of_the_model_of_this_shape(tmp_path):
+    for name, size in ((CONV, (32, 32)), ('cmhsa_conv_k5_patch4_32', (32, 32))):
+        torch.save(timm.create_model(name).state_dict(), tmp_path / 'a.pth')
+        report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out.pth', force=True)
+        assert report.model_args['img_size'] == size
+        assert report.img_size_source == f'default of {report.architecture}'
+
+
+def test_convert_state_dict_is_deterministic_and_leaves_the_generator_alone(conv_model):
+    state = torch.get_rng_state()
+    first, second = (convert_state_dict(conv_model.state_dict(), num_heads=11) for _ in range(2))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    attn_model = timm.create_model(ATTN, num_classes=10, num_heads=11)
+    attn_model.load_state_dict(first)
+    assert_same_function(conv_model, attn_model)
+
+
+# What comes out
+
+
+@pytest.mark.parametrize('suffix', ['.safetensors', '.pth'])
+def test_written_file_loads_strictly_and_trains_on(suffix, src, conv_model, tmp_path):
+    dst = tmp_path / f'out{suffix}'
+    convert_checkpoint(src, dst, num_heads=11)
+    model = timm.create_model(ATTN, num_classes=10, num_heads=11)
+    load_checkpoint(model, str(dst), strict=True)
+    assert_same_function(conv_model, model)
+    model = timm.create_model(ATTN, num_classes=10, num_heads=11, checkpoint_path=str(dst))  # --initial-checkpoint
+
+    start = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer = create_optimizer_v2(model.train(), 'adamw', lr=1e-2, weight_decay=0.05)
+    x, targets = torch.randn(8, 3, 32, 32), torch.randint(0, 10, (8,))
+    nn.functional.cross_entropy(model(x), targets).backward()
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        changed = parameter != start[name]
+        if name.endswith('attn.qkv.bias'):
+            query, _, value = changed.view(3, 11, -1).unbind(0)  # keys' biases follow once the queries are not zero
+            assert query[:9].any(dim=-1).all(), name
+            assert value[:9].any(dim=-1).all(), name
+        elif name.endswith('attn.qkv.weight'):
+            query, key, value = changed.view(3, 11, -1).unbind(0)
+            assert query[:9].any(dim=-1).all(), name
+            assert key.any(dim=-1).all(), name
+            assert value.any(dim=-1).all(), name
+        elif '.rel_pos.' in name:
+            assert changed[..., :9].any(), name  # of the spare heads once their output projection is not zero
+        else:
+            assert changed.any(), name
+
+
+def test_safetensors_metadata(src, tmp_path):
+    report = convert_checkpoint(src, tmp_path / 'out.safetensors')
+    with safetensors.safe_open(tmp_path / 'out.safetensors', 'pt') as file:
+        metadata = file.metadata()
+    assert metadata['architecture'] == ATTN
+    assert json.loads(metadata['model_args'])['num_heads'] == 9
+    assert 'Theorem 1' in metadata['construction']
+    assert float(metadata['logits_error']) == report.logits_error
+    assert float(metadata['sharpness']) == report.sharpness
+    assert metadata['torch_version'] == str(torch.__version__)
+    assert len(metadata['source_sha256']) == 64
+
+
+def test_local_dir_takes_timms_overrides(src, tmp_path):
+    convert_checkpoint(src, tmp_path / 'out')
+    name = f'local-dir:{tmp_path / "out"}'
+    assert timm.create_model(name, pretrained=True, num_classes=3)(torch.randn(1, 3, 32, 32)).shape == (1, 3)
+    assert timm.create_model(name, pretrained=True, in_chans=1)(torch.randn(1, 1, 32, 32)).shape == (1, 10)
+    larger = timm.create_model(name, pretrained=True, img_size=(32, 48))
+    assert larger(torch.randn(1, 3, 32, 48)).shape == (1, 10)
+
+
+def test_resolution_change_keeps_the_function(src, conv_model, tmp_path):
+    convert_checkpoint(src, tmp_path / 'out')
+    larger = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True, img_size=(16, 48))
+    expected = create(img_size=(16, 48))
+    expected.load_state_dict(conv_model.state_dict())
+    assert_same_function(expected, larger, size=(16, 48))
+
+
+@pytest.mark.parametrize(('dtype', 'rounding'), [('float64', 1e-6), ('bfloat16', 3e-2), ('float16', 4e-3)])
+def test_dtype(dtype, rounding, src, conv_model, tmp_path):
+    report = convert_checkpoint(src, tmp_path / 'out', dtype=dtype)
+    assert report.max_error < (1e-12 if dtype == 'float64' else 2e-6)
+    weights = safetensors.torch.load_file(tmp_path / 'out' / 'model.safetensors')
+    assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
+    converted = timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True)
+    assert_same_function(conv_model, converted, tolerance=rounding)
+
+
+def test_heads(src, conv_model, tmp_path):
+    report = convert_checkpoint(src, tmp_path / 'thin', head_dim=12)
+    assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(12, 12)}
+    report = convert_checkpoint(src, tmp_path / 'spare', num_heads=14, head_dim=12)
+    assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(12, 14)}
+    for name in ('thin', 'spare'):
+        assert_same_function(conv_model, timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True))
+    with pytest.raises(CheckpointError, match='it takes 12 heads of 12, or 9 of 48'):
+        convert_checkpoint(src, tmp_path / 'few', num_heads=9, head_dim=12)
+    assert not (tmp_path / 'few').exists()
+
+
+@pytest.mark.parametrize('in_chans', [1, 3])
+def test_verification_on_real_images(in_chans, tmp_path):
+    for i in range(3):
+        Image.effect_noise((40, 36), 50).convert('RGB').save(tmp_path / f'{i}.png')
+    model = create(in_chans=in_chans)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out', in_chans=in_chans, images=tmp_path)
+    assert (report.num_random_images, report.num_real_images) == (8, 3)
+    assert report.top1_agreement == 1
+    assert 'on 8 random and 3 real images' in str(report)
+
+
+def test_error_above_tolerance_writes_nothing(src, tmp_path, capsys):
+    with pytest.raises(VerificationError, match='above the tolerance'):
+        convert_checkpoint(src, tmp_path / 'out', sharpness=6)
+    assert main([str(src), str(tmp_path / 'out'), '--sharpness', '6']) == 1
+    assert 'nothing was written' in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['phase1.pth']
+    report = convert_checkpoint(src, tmp_path / 'out', sharpness=6, tolerance=1)
+    assert 1e-4 < report.max_error < 1
+
+
+# What is refused
+
+
+def corrupt(path, keep):
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+class NeedsCode:
+    def __reduce__(self):
+        return os.mkdir, ('executed',)
+
+
+def bad_inputs(folder, state_dict):
+    """Every kind of bad input: what makes it, and what its message says."""
+    def save(content, name='bad.pth'):
+        torch.save(content, folder / name)
+        return folder / name
+
+    def without(name):
+        return {key: value for key, value in state_dict.items() if key != name}
+
+    def written(name, content):
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    def truncated(name):
+        path = folder / name
+        if name.endswith('.safetensors'):
+            safetensors.torch.save_file(state_dict, path)
+        else:
+            torch.save(state_dict, path)
+        corrupt(path, path.stat().st_size // 2)
+        return path
+
+    (folder / 'empty').mkdir()
+    (folder / 'no_weights').mkdir()
+    (folder / 'no_weights' / 'config.json').write_text('{"architecture": "x"}')
+    (folder / 'bad_config').mkdir()
+    (folder / 'bad_config' / 'config.json').write_text('{')
+    kernel, nan = state_dict['blocks.1.attn.conv.weight'], state_dict['blocks.2.norm1.weight'].clone()
+    nan[3] = float('nan')
+    return {
+        'missing file': (folder / 'nothing.pth', 'does not exist'),
+        'empty folder': (folder / 'empty', 'has no config.json'),
+        'folder without weights': (folder / 'no_weights', 'folder without weights'),
+        'corrupt config': (folder / 'bad_config', 'config.json cannot be read'),
+        'truncated zip': (truncated('cut.pth'), 'truncated, corrupt or not a checkpoint'),
+        'truncated safetensors': (truncated('cut.safetensors'), 'truncated or not a safetensors file'),
+        'empty file': (written('empty.pth', b''), 'truncated, corrupt or not a checkpoint'),
+        'empty safetensors': (written('empty.safetensors', b''), 'truncated or not a safetensors file'),
+        'text': (written('text.pth', b'hello world\n' * 9), 'truncated, corrupt or not a checkpoint'),
+        'noise': (written('noise.pth', bytes(range(256)) * 9), 'truncated, corrupt or not a checkpoint'),
+        'code': (save({'state_dict': NeedsCode()}), 'needs code to load, which is never executed'),
+        'plain pickled code': (written('code.pth', pickle.dumps(NeedsCode())), 'needs code to load'),
+        'a tensor': (save(torch.ones(3), 'tensor.pth'), 'holds a Tensor, not a state dict'),
+        'empty state dict': (save({}, 'void.pth'), 'holds no state dict'),
+        'no tensors': (save({'a': 1}, 'numbers.pth'), "'a' is a int"),
+        'converted already': (save(create(ATTN).state_dict(), 'attn.pth'), 'converted already'),
+        'DeiT': (save(timm.create_model('test_vit').state_dict(), 'vit.pth'), 'such as ViT or DeiT'),
+        'ResNet': (save(timm.create_model('test_resnet').state_dict(), 'resnet.pth'), 'looks like a ResNet'),
+        'something else': (save({'weight': torch.ones(3)}, 'else.pth'), 'starts with weight'),
+        'missing key': (save(without('blocks.1.mlp.fc2.bias'), 'missing.pth'), 'missing keys: blocks.1.mlp.fc2.bias'),
+        'missing bias': (save(without('blocks.1.attn.conv.bias'), 'bias.pth'), 'keys: blocks.1.attn.conv.bias'),
+        'missing needed key': (save(without('norm.weight'), 'norm.pth'), 'missing keys: norm.weight'),
+        'unexpected key': (save({**state_dict, 'extra': torch.ones(1)}, 'extra.pth'), 'unexpected keys: extra'),
+        'shapes disagree': (
+            save({**state_dict, 'blocks.1.attn.conv.weight': kernel[..., :1]}, 'shape.pth'),
+            'blocks.1.attn.conv.weight has shape (3, 3, 3, 1), where the other tensors ask for (3, 3, 3, 3)'),
+        'width is no patch': (
+            save({**state_dict, 'norm.weight': torch.ones(50)}, 'width.pth'), 'tokens of width 50'),
+        'NaN': (save({**state_dict, 'blocks.2.norm1.weight': nan}, 'nan.pth'), 'blocks.2.norm1.weight holds NaN'),
+    }
+
+
+BAD_INPUTS = [
+    'missing file', 'empty folder', 'folder without weights', 'corrupt config', 'truncated zip',
+    'truncated safetensors', 'empty file', 'empty safetensors', 'text', 'noise', 'code', 'plain pickled code',
+    'a tensor', 'empty state dict', 'no tensors', 'converted already', 'DeiT', 'ResNet', 'something else',
+    'missing key', 'missing bias', 'missing needed key', 'unexpected key', 'shapes disagree', 'width is no patch',
+    'NaN',
+]
+
+
+@pytest.fixture(scope='module')
+def made_bad_inputs(conv_model, tmp_path_factory):
+    made = bad_inputs(tmp_path_factory.mktemp('bad'), conv_model.state_dict())
+    assert list(made) == BAD_INPUTS
+    return made
+
+
+@pytest.mark.parametrize('kind', BAD_INPUTS)
+def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path, message = made_bad_inputs[kind]
+    assert main([str(path), 'out.safetensors']) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert message in err
+    assert err.count('\n') == 1
+    assert err.startswith('convert_checkpoint: ')
+    assert not list(tmp_path.iterdir()), 'nothing is written, no code is executed'
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    (['--num-classes', '5'], 'has 10 classes, where 5 were asked for'),
+    (['--use-ema'], 'holds no EMA weights'),
+    (['--img-size', '30'], 'img_size=(30, 30) is not divisible by patch_size=4'),
+    (['--in-chans', '4'], 'set hidden_chans to 4 or more'),
+    (['--num-heads', '8'], 'it takes 9 heads of 48'),
+    (['--model', 'resnet18'], 'resnet18 is not a phase-2 model: choose one of cmhsa_attn'),
+    (['--images', 'nowhere'], 'nowhere is not a folder of images'),
+])
+def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
+    assert main([str(src), str(tmp_path / 'out'), *options]) == 2
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_size_that_disagrees_with_the_checkpoint_is_refused(tmp_path, capsys):
+    save_training_checkpoint(create(img_size=48), tmp_path, img_size=48)
+    assert main([str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out'), '--img-size', '32']) == 2
+    assert 'was trained with img_size=48, where (32, 32) was asked for' in capsys.readouterr().err
+    assert main([str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out'), '--img-size', '48x48']) == 0
+
+
+@pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+def test_existing_destination_needs_force(name, src, conv_model, tmp_path, capsys):
+    dst = tmp_path / name
+    assert main([str(src), str(dst)]) == 0
+    files = [dst] if dst.is_file() else sorted(dst.iterdir())
+    before = [path.read_bytes() for path in files]
+    assert main([str(src), str(dst), '--num-heads', '10']) == 2
+    assert 'overwrite it with --force' in capsys.readouterr().err
+    assert [path.read_bytes() for path in files] == before
+    assert main([str(src), str(dst), '--num-heads', '10', '--force']) == 0
+    assert [path.read_bytes() for path in files] != before
+    assert {path.name for path in tmp_path.iterdir()} == {'phase1.pth', name}
+
+
+def test_force_never_deletes_what_is_not_a_converted_model(src, tmp_path, capsys):
+    folder = tmp_path / 'precious'
+    folder.mkdir()
+    (folder / 'thesis.tex').write_text('years of work')
+    assert main([str(src), str(folder), '--force']) == 2
+    assert 'is a folder that holds thesis.tex' in capsys.readouterr().err
+    assert main([str(src), str(src), '--force']) == 2
+    assert 'is the source itself' in capsys.readouterr().err
+    assert (folder / 'thesis.tex').exists()
+    assert torch.load(src)
+
+
+def test_unwritable_destination(src, tmp_path, capsys):
+    assert main([str(src), str(tmp_path / 'nowhere' / 'out')]) == 2
+    assert 'nowhere is not a folder: create it first' in capsys.readouterr().err
+    assert main([str(src), '/proc/out.pth']) == 2
+    assert capsys.readouterr().err.count('\n') == 1
+
+
+@pytest.mark.skipif(not Path('/dev/full').exists(), reason='the device that is always full is Linux only')
+@pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+def test_full_disk(name, src, tmp_path):
+    """A limit on the file size makes writing fail half-way, as a full disk does."""
+    code = (
+        'import resource, signal, sys; from timm_cmhsa.convert import main;'
+        'signal.signal(signal.SIGXFSZ, signal.SIG_IGN);'
+        'resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));'
+        'sys.exit(main(sys.argv[1:]))')
+    result = subprocess.run(
+        [sys.executable, '-W', 'ignore', '-c', code, src, tmp_path / name], capture_output=True, text=True)
+    assert result.returncode == 2, result.stderr
+    assert 'cannot be written' in result.stderr
+    assert result.stderr.count('\n') == 1
+    assert {path.name for path in tmp_path.iterdir()} == {'phase1.pth'}
+
+
+@pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+def test_killed_while_writing_leaves_the_old_file_or_none(name, src, tmp_path):
+    """Kill the command at every stage of its writing: what is at the destination is always whole."""
+    dst = tmp_path / name
+    convert_checkpoint(src, dst)
+    code = (
+        'import sys; from timm_cmhsa.convert import main; print("ready", flush=True);'
+        'import itertools\n'
+        'for _ in itertools.count(): main([*sys.argv[1:], "--force"])')
+    process = subprocess.Popen(
+        [sys.executable, '-W', 'ignore', '-c', code, src, dst], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == 'ready\n'
+    partial = dst.with_name(f'.{name}.partial')
+    deadline = time.monotonic() + 60
+    while not partial.exists():
+        assert time.monotonic() < deadline
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    if name == 'out':
+        if dst.exists():
+            timm.create_model(f'local-dir:{dst}', pretrained=True)
+    else:
+        load_checkpoint(timm.create_model(ATTN, num_classes=10), str(dst), strict=True)
+    convert_checkpoint(src, dst, force=True)
+    assert {path.name for path in tmp_path.iterdir()} <= {'phase1.pth', name, f'.{name}.old'}
+
+
+# The command
+
+
+def test_command_is_installed_and_prints_the_table(src, tmp_path):
+    command = Path(sys.executable).with_name('convert_checkpoint')
+    result = subprocess.run([command, src, tmp_path / 'out'], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[0] == f'{ATTN}, 32 x 32 pixels (default of {ATTN}), sharpness 40.2'
+    assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error']
+    assert [line.split()[:4] for line in lines[2:6]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(4)]
+    assert lines[6].startswith('logits')
+    assert lines[7] == 'top-1 agreement 100.00% on 8 random and 0 real images'
+    assert lines[8] == f'written to {tmp_path / "out"}'
+
+
+def test_command_explains_itself():
+    command = Path(sys.executable).with_name('convert_checkpoint')
+    result = subprocess.run([command, '--help'], capture_output=True, text=True, check=True)
+    for option in ('--num-heads', '--head-dim', '--sharpness', '--model', '--num-classes', '--force', '--dtype',
+                   '--use-ema', '--img-size', '--images'):
+        assert option in result.stdout
