@@ -306,7 +306,7 @@ def bad_inputs(folder, state_dict):
         'text': (written('text.pth', b'hello world\n' * 9), 'truncated, corrupt or not a checkpoint'),
         'noise': (written('noise.pth', bytes(range(256)) * 9), 'truncated, corrupt or not a checkpoint'),
         'code': (save({'state_dict': NeedsCode()}), 'needs code to load, which is never executed'),
-        'plain pickled code': (written('code.pth', pickle.dumps(NeedsCode())), 'needs code to load'),
+        'plain pickled code': (written('code.pth', pickle.dumps(NeedsCode(), protocol=2)), 'needs code to load'),
         'a tensor': (save(torch.ones(3), 'tensor.pth'), 'holds a Tensor, not a state dict'),
         'empty state dict': (save({}, 'void.pth'), 'holds no state dict'),
         'no tensors': (save({'a': 1}, 'numbers.pth'), "'a' is a int"),
