@@ -69,7 +69,7 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
         config = _train_config(content)
     pretrained_cfg = config.get('pretrained_cfg') or {}
     return Checkpoint(
-        clean_state_dict(state_dict),
+        clean_state_dict(clean_state_dict(state_dict)),  # twice: older timm knows one order of the wrappers only
         config.get('architecture'),
         _model_args(config),
         {key: pretrained_cfg[key] for key in PREPROCESSING if pretrained_cfg.get(key)},

@@ -106,7 +106,7 @@ class Cmhsa(VisionTransformer):
             device=device,
             dtype=dtype,
         )
-        self.hidden_chans = hidden_chans
+        self.in_chans, self.hidden_chans = in_chans, hidden_chans
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
