@@ -39,6 +39,15 @@ def test_patchify_takes_single_sizes():
     assert torch.equal(unpatchify(patchify(images, 4), 4, 2), images)
 
 
+def test_sizes_that_do_not_fit_are_told():
+    with pytest.raises(ValueError, match='9 x 8 pixels cannot be cut into patches of'):
+        patchify(torch.randn(1, 3, 9, 8), 4)
+    with pytest.raises(ValueError, match='5 tokens of width 48 are not a grid of'):
+        unpatchify(torch.randn(1, 5, 48), 4, 2)
+    with pytest.raises(ValueError, match='4 tokens of width 47 are not a grid of'):
+        unpatchify(torch.randn(1, 4, 47), 4, 2)
+
+
 @pytest.mark.parametrize('kernel_size', [1, 3, 5, (3, 7)])
 def test_patch_conv2d_convolves_the_whole_image(kernel_size):
     mixer = PatchConv2d(2 * 3 * 4, patch_size=(2, 3), grid_size=(4, 5), kernel_size=kernel_size)

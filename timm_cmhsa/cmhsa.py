@@ -10,33 +10,15 @@ import math
 from typing import Any, Dict, Optional, Set, Tuple, Type, Union
 
 import torch
-import torch.nn.functional as F
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerType, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from .token_mixers import PatchConv2d, RelPosAttention, Size2d, patchify, resize_bias_table, unpatchify
+from .token_mixers import PatchConv2d, PatchReshape, RelPosAttention, Size2d, resize_bias_table, unpatchify
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
-
-
-class PatchReshape(nn.Module):
-    """Phase 1's patch projection: the identity, a reshape without parameters.
-
-    Maps images (B, in_chans, H, W) to (B, P * P * hidden_chans, h, w). Channels beyond the image's start at zero.
-    """
-
-    def __init__(self, patch_size: Tuple[int, int], in_chans: int, hidden_chans: int) -> None:
-        super().__init__()
-        self.patch_size = patch_size
-        self.extra_chans = hidden_chans - in_chans
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        B, _, H, W = x.shape
-        x = patchify(F.pad(x, [0, 0, 0, 0, 0, self.extra_chans]), self.patch_size)
-        return x.transpose(1, 2).reshape(B, -1, H // self.patch_size[0], W // self.patch_size[1])
 
 
 class Cmhsa(VisionTransformer):

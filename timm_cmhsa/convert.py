@@ -270,7 +270,9 @@ def convert_checkpoint(
     attn_args = _attn_args(args, architecture, num_heads, head_dim)
     state_dict = source.state_dict
     if dtype is not None:
-        dtype = DTYPES[dtype] if isinstance(dtype, str) else dtype
+        dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
+        if dtype not in DTYPES.values():
+            raise CheckpointError(f'dtype must be one of {", ".join(DTYPES)}.')
         state_dict = {name: tensor.to(dtype) for name, tensor in state_dict.items()}
 
     # Rounding to the written type is done by now: what is measured below, in full precision, is the rewrite alone.
