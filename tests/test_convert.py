@@ -13,6 +13,8 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
 from timm.models import load_checkpoint
 from timm.optim import create_optimizer_v2
@@ -20,7 +22,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict
-from timm_cmhsa.convert import main
+from timm_cmhsa.convert import _mlp_ratio, main
 
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 
@@ -115,6 +117,7 @@ def test_safetensors_and_local_dir(conv_model, tmp_path):
     dict(kernel_size=11),  # reaches beyond the neighbouring patch: 25 heads
     dict(patch_size=8, hidden_chans=2, in_chans=2),
     dict(depth=2, mlp_ratio=1.5, num_classes=0),
+    dict(patch_size=4, hidden_chans=4, mlp_ratio=15.01 / 64),
 ])
 def test_shape_is_read_from_the_tensors(kwargs, tmp_path):
     model = create(**kwargs)
@@ -125,6 +128,11 @@ def test_shape_is_read_from_the_tensors(kwargs, tmp_path):
     assert len(converted.blocks) == len(model.blocks)
     assert converted.blocks[0].attn.num_heads == (25 if kwargs.get('kernel_size') == 11 else 9)
     assert_same_function(model, converted, model.in_chans)
+
+
+@given(embed_dim=st.integers(1, 1024), hidden_dim=st.integers(1, 4096))
+def test_mlp_ratio_gives_the_hidden_width_back(embed_dim, hidden_dim):
+    assert int(embed_dim * _mlp_ratio(hidden_dim, embed_dim)) == hidden_dim
 
 
 def test_image_size_of_a_plain_state_dict_is_that_of_the_model_of_this_shape(tmp_path):

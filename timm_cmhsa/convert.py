@@ -135,7 +135,7 @@ def infer_model_args(state_dict: Dict[str, torch.Tensor], known: Dict[str, Any])
         hidden_chans=chans,
         num_classes=state_dict['head.weight'].shape[0] if 'head.weight' in state_dict else 0,
         depth=len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
-        mlp_ratio=state_dict['blocks.0.mlp.fc1.weight'].shape[0] / embed_dim,
+        mlp_ratio=_mlp_ratio(state_dict['blocks.0.mlp.fc1.weight'].shape[0], embed_dim),
         kernel_size=tuple(kernel.shape[2:]),
     )
     if math.prod(to_2tuple(args['patch_size'])) * chans != embed_dim:
@@ -182,6 +182,11 @@ def _check_tensors(state_dict: Dict[str, torch.Tensor], args: Dict[str, Any]) ->
                 f'{tuple(expected[name].shape)}.')
         if not tensor.isfinite().all():
             raise CheckpointError(f'{name} holds NaN or Inf: the training diverged, take an earlier checkpoint.')
+
+
+def _mlp_ratio(hidden_dim: int, embed_dim: int) -> float:
+    ratio = hidden_dim / embed_dim
+    return ratio if int(embed_dim * ratio) == hidden_dim else math.nextafter(ratio, math.inf)  # timm rounds down
 
 
 def matching_model(args: Dict[str, Any]) -> str:
