@@ -36,6 +36,7 @@ from timm_cmhsa import convert_checkpoint
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
+from matplotlib.colors import PowerNorm
 
 CANVAS = 32  # pixels
 DIGIT = 16  # pixels; scikit-learn's 8 x 8, enlarged
@@ -284,17 +285,17 @@ def plot_attention(before: torch.Tensor, after: torch.Tensor, path: Path) -> Non
     query = (grid // 2) * grid + grid // 2
     rows = [(f'block {block + 1}\n{when}', maps[block, :, query])
             for block in (0, len(before) - 1) for when, maps in (('before', before), ('after', after))]
-    figure, axes = plt.subplots(len(rows), NUM_HEADS, figsize=(NUM_HEADS, len(rows) * 1.15), layout='constrained')
+    figure, axes = plt.subplots(len(rows), NUM_HEADS, figsize=(NUM_HEADS, len(rows) * 1.2), layout='constrained')
     for (title, maps), line in zip(rows, axes):
         line[0].set_ylabel(title)
-        for head, (axis, weights) in enumerate(zip(line, maps)):
-            axis.imshow(weights[:-1].reshape(grid, grid), vmin=0, vmax=1, cmap='magma')
+        for axis, weights in zip(line, maps):
+            axis.imshow(weights[:-1].reshape(grid, grid), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap='magma')
             axis.plot(query % grid, query // grid, 'c+')
             axis.set(xticks=[], yticks=[])
             axis.set_xlabel(f'nothing: {weights[-1]:.0%}' if weights[-1] >= 0.005 else '', fontsize=7)
-            if line is axes[0]:
-                axis.set_title(f'head {head + 1}' + ('' if head < 9 else '\n(spare)'), fontsize=8)
-    figure.suptitle('Attention from the patch marked +, mean over 64 test images', fontsize=10)
+    for head, axis in enumerate(axes[0]):
+        axis.set_title(f'head {head + 1}' if head < 9 else 'spare', fontsize=8)
+    figure.suptitle('Attention from the patch marked +, mean over 64 test images (brightness: square root)', fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
