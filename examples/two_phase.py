@@ -295,7 +295,7 @@ def plot_attention(before: torch.Tensor, after: torch.Tensor, path: Path) -> Non
             axis.set_xlabel(f'nothing: {weights[-1]:.0%}' if weights[-1] >= 0.005 else '', fontsize=7)
     for head, axis in enumerate(axes[0]):
         axis.set_title(f'head {head + 1}' if head < 9 else 'spare', fontsize=8)
-    figure.suptitle('Attention from the patch marked +, mean over 64 test images (brightness: square root)', fontsize=10)
+    figure.suptitle('Attention from the patch marked +, mean of 64 test images (brightness: square root)', fontsize=10)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

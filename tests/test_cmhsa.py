@@ -5,7 +5,8 @@ import pytest
 import timm
 import torch
 import torch.nn.functional as F
-from timm.models import group_parameters
+from timm.layers import set_fused_attn
+from timm.models import group_parameters, save_for_hf
 from timm.models.vision_transformer import Block
 from timm.optim import create_optimizer_v2
 from timm.utils import AttentionExtract
@@ -126,10 +127,18 @@ def test_arguments_of_one_phase():
     (dict(patch_size=5), 'not divisible'),
     (dict(patch_size=0), 'must be positive'),
     (dict(in_chans=4), 'set hidden_chans to 4 or more'),
+    (dict(in_chans=0), 'must be positive'),
+    (dict(depth=0), 'must be positive'),
 ])
 def test_impossible_combinations_say_what_to_change(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
         timm.create_model(name, **kwargs)
+
+
+@pytest.mark.parametrize('kwargs', [dict(num_heads=0), dict(head_dim=0), dict(head_dim=-1)])
+def test_heads_are_positive(kwargs):
+    with pytest.raises(ValueError, match='must be positive'):
+        timm.create_model(ATTN, **kwargs)
 
 
 def test_even_kernels_are_refused():
@@ -260,9 +269,31 @@ def test_pretrained_weights_adapt_to_channels_classes_and_size(tmp_path):
             expected.attn.rel_pos.relative_position_bias_table, actual.attn.rel_pos.relative_position_bias_table)
 
 
+def test_weights_of_any_image_size_load_at_any_image_size(tmp_path):
+    """A file does not say what size it is for: the tables' own length must do."""
+    for source_size, size in ((48, 48), (48, 64), ((32, 48), (32, 48)), (32, 32), (32, (16, 48))):
+        source = timm.create_model(ATTN, img_size=source_size)
+        torch.save(source.state_dict(), tmp_path / 'weights.pth')
+        model = timm.create_model(
+            ATTN, img_size=size, pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'weights.pth')))
+        source.set_input_size(size)
+        for expected, actual in zip(source.state_dict().values(), model.state_dict().values()):
+            assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize('name', TINY)
+def test_saved_after_changes_and_loaded_back(name, tmp_path):
+    model, x = timm.create_model(name), images(3, 16, 48)
+    model.set_input_size((16, 48))
+    model.reset_classifier(5, 'max')
+    save_for_hf(model, str(tmp_path), safe_serialization=True, model_args=dict(img_size=(16, 48), global_pool='max'))
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True)
+    torch.testing.assert_close(loaded.eval()(x), model.eval()(x))
+
+
 @pytest.mark.parametrize('method', ['fx', 'hook'])
-def test_attention_maps(monkeypatch, method):
-    monkeypatch.setattr('timm.layers.config._USE_FUSED_ATTN', 0)
+def test_attention_maps(method):
+    set_fused_attn(False)
     model = timm.create_model(ATTN)
     maps = AttentionExtract(model, method=method)(images())
     assert len(maps) == 4

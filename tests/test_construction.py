@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from timm.layers import Conv2dSame, StdConv2d
 from torch import nn
 
 from timm_cmhsa import conv2d_to_attention, patchify, unpatchify
@@ -197,16 +198,20 @@ def test_sharpness_trades_exactness():
 
 
 @pytest.mark.parametrize(('conv', 'kwargs', 'message'), [
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, 'it takes 9 heads of 48, and at least 9 of any width'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, 'it takes 9 heads of 48, or 9 of 48'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 9, 'head_dim': 12}, 'it takes 12 heads of 12, or 9 of 48'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10, 'head_dim': 12}, 'it takes 12 heads of 12, or 10 of 24'),
     (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), {}, "use 'zeros' or 'circular'"),
     (nn.Conv2d(3, 3, 3, padding=1, padding_mode='replicate'), {}, "use 'zeros' or 'circular'"),
     (nn.Conv2d(3, 3, 3, padding=1, stride=3), {}, r'use a stride of \[1, 2, 4\] or a patch size divisible by 3'),
-    (nn.Conv2d(3, 3, 3), {}, 'needs padding=1'),
-    (nn.Conv2d(3, 3, 3, padding=2), {}, 'needs padding=1'),
-    (nn.Conv2d(3, 3, 4, padding=1), {}, "needs padding='same'"),
-    (nn.Conv2d(3, 3, 5, dilation=3, padding='valid'), {}, 'needs padding=6'),
+    (nn.Conv2d(3, 3, 3), {}, r'use padding=\(1, 1\)'),
+    (nn.Conv2d(3, 3, 3, padding=2), {}, r'use padding=\(1, 1\)'),
+    (nn.Conv2d(3, 3, 4, padding=1), {}, "use padding='same'"),
+    (nn.Conv2d(3, 3, (4, 3), stride=(1, 2), padding=(0, 1)), {}, r'use an odd kernel instead of \(4, 3\)'),
+    (nn.Conv2d(3, 3, (3, 5)), {}, r'use padding=\(1, 2\)'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 0}, 'must be positive'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 5, 'head_dim': 17}, 'it takes 11 heads of 17, or 9 of 48'),
+    (nn.Conv2d(3, 3, 5, dilation=3, padding='valid'), {}, r'use padding=\(6, 6\)'),
     (nn.Conv2d(3, 3, 3, padding=1), {'head_dim': 0}, 'must be positive'),
     (nn.Conv2d(3, 3, 3, padding=1), {'grid_size': 0}, 'must be positive'),
 ])
@@ -222,5 +227,13 @@ def test_the_numbers_an_error_names_would_do():
 
 
 def test_only_convolutions_are_rewritten():
-    with pytest.raises(TypeError, match=r'Expected an nn\.Conv2d .* got Linear'):
-        conv2d_to_attention(nn.Linear(2, 2), 4, 3)
+    for module in (nn.Linear(2, 2), nn.Conv1d(3, 3, 3), StdConv2d(3, 3, 3, padding=1), Conv2dSame(3, 3, 3)):
+        with pytest.raises(TypeError, match=f'a plain nn.Conv2d .* got {type(module).__name__}'):
+            conv2d_to_attention(module, 4, 3)
+
+
+def test_default_device_does_not_matter():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    with torch.device('meta'):
+        attn = conv2d_to_attention(conv, 4, 3)
+    assert torch.equal(attn.proj.weight, conv2d_to_attention(conv, 4, 3).proj.weight)

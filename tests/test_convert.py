@@ -22,7 +22,8 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict
-from timm_cmhsa.convert import _mlp_ratio, main
+from timm_cmhsa.convert import main
+from timm_cmhsa.phase1 import mlp_ratio
 
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 
@@ -132,7 +133,31 @@ def test_shape_is_read_from_the_tensors(kwargs, tmp_path):
 
 @given(embed_dim=st.integers(1, 1024), hidden_dim=st.integers(1, 4096))
 def test_mlp_ratio_gives_the_hidden_width_back(embed_dim, hidden_dim):
-    assert int(embed_dim * _mlp_ratio(hidden_dim, embed_dim)) == hidden_dim
+    assert int(embed_dim * mlp_ratio(hidden_dim, embed_dim)) == hidden_dim
+
+
+def test_patches_that_are_not_square(tmp_path):
+    model = create(patch_size=(2, 8))
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out', img_size=32, patch_size=(2, 8))
+    assert 'patches of 2 x 8' in str(report)
+    assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
+    model = create(patch_size=(2, 4))
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    with pytest.raises(CheckpointError, match='give the patch size'):
+        convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'no')
+    assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'b'), '--img-size', '32', '--patch-size', '2x4']) == 0
+    assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "b"}', pretrained=True))
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(norm_layer='rmsnorm', act_layer='silu'), dict(global_pool='map'), dict(global_pool='max', fc_norm=True),
+    dict(global_pool='')])
+def test_layers_and_pooling_of_a_configuration_are_kept(kwargs, tmp_path):
+    model = create(**kwargs)
+    timm.models.save_for_hf(model, str(tmp_path / 'in'), safe_serialization=True, model_args=kwargs)
+    convert_checkpoint(tmp_path / 'in', tmp_path / 'out')
+    assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
 
 
 def test_image_size_of_a_plain_state_dict_is_that_of_the_model_of_this_shape(tmp_path):
@@ -148,6 +173,8 @@ def test_convert_state_dict_is_deterministic_and_leaves_the_generator_alone(conv
     first, second = (convert_state_dict(conv_model.state_dict(), num_heads=11) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), state)
     assert all(torch.equal(first[name], second[name]) for name in first)
+    wrapped = convert_state_dict({f'module.{k}': v for k, v in conv_model.state_dict().items()}, num_heads=11)
+    assert all(torch.equal(first[name], wrapped[name]) for name in first)
     attn_model = timm.create_model(ATTN, num_classes=10, num_heads=11)
     attn_model.load_state_dict(first)
     assert_same_function(conv_model, attn_model)
@@ -295,6 +322,18 @@ def bad_inputs(folder, state_dict):
         corrupt(path, path.stat().st_size // 2)
         return path
 
+    def metadata(model_args):
+        path = folder / f'metadata{len(model_args)}.safetensors'
+        safetensors.torch.save_file(state_dict, path, {'model_args': model_args})
+        return path
+
+    def configured(config):
+        path = folder / f'configured{len(list(folder.iterdir()))}'
+        path.mkdir()
+        (path / 'config.json').write_text(json.dumps(config))
+        safetensors.torch.save_file(state_dict, path / 'model.safetensors')
+        return path
+
     (folder / 'empty').mkdir()
     (folder / 'no_weights').mkdir()
     (folder / 'no_weights' / 'config.json').write_text('{"architecture": "x"}')
@@ -324,13 +363,23 @@ def bad_inputs(folder, state_dict):
         'something else': (save({'weight': torch.ones(3)}, 'else.pth'), 'starts with weight'),
         'missing key': (save(without('blocks.1.mlp.fc2.bias'), 'missing.pth'), 'missing keys: blocks.1.mlp.fc2.bias'),
         'missing bias': (save(without('blocks.1.attn.conv.bias'), 'bias.pth'), 'keys: blocks.1.attn.conv.bias'),
-        'missing needed key': (save(without('norm.weight'), 'norm.pth'), 'missing keys: norm.weight'),
+        'missing needed key': (
+            save(without('blocks.0.mlp.fc1.weight'), 'fc1.pth'), 'missing keys: blocks.0.mlp.fc1.weight'),
         'unexpected key': (save({**state_dict, 'extra': torch.ones(1)}, 'extra.pth'), 'unexpected keys: extra'),
         'shapes disagree': (
             save({**state_dict, 'blocks.1.attn.conv.weight': kernel[..., :1]}, 'shape.pth'),
             'blocks.1.attn.conv.weight has shape (3, 3, 3, 1), where the other tensors ask for (3, 3, 3, 3)'),
         'width is no patch': (
-            save({**state_dict, 'norm.weight': torch.ones(50)}, 'width.pth'), 'tokens of width 50'),
+            save({**state_dict, 'blocks.0.norm1.weight': torch.ones(50)}, 'width.pth'), 'tokens of width 50'),
+        'no dimensions': (
+            save({**state_dict, 'blocks.0.attn.conv.weight': torch.ones(())}, 'scalar.pth'), '4 dimensions'),
+        'whole numbers': (save({k: v.int() for k, v in state_dict.items()}, 'int.pth'), 'is of type torch.int32'),
+        'keys are no names': (save({3: torch.ones(1)}, 'keys.pth'), 'is not a state dict: 3 is a Tensor'),
+        'malformed metadata': (metadata('[1]'), 'malformed model configuration'),
+        'corrupt metadata': (metadata('{'), 'malformed model configuration'),
+        'malformed model_args': (configured({'model_args': 5}), 'malformed model configuration'),
+        'malformed image size': (configured({'model_args': {'img_size': 'abc'}}), 'malformed model configuration'),
+        'unknown layer': (configured({'model_args': {'norm_layer': 'nope'}}), 'no phase-1 model can be built'),
         'NaN': (save({**state_dict, 'blocks.2.norm1.weight': nan}, 'nan.pth'), 'blocks.2.norm1.weight holds NaN'),
     }
 
@@ -340,7 +389,8 @@ BAD_INPUTS = [
     'truncated safetensors', 'empty file', 'empty safetensors', 'text', 'noise', 'code', 'plain pickled code',
     'a tensor', 'empty state dict', 'no tensors', 'converted already', 'DeiT', 'ResNet', 'something else',
     'missing key', 'missing bias', 'missing needed key', 'unexpected key', 'shapes disagree', 'width is no patch',
-    'NaN',
+    'no dimensions', 'whole numbers', 'keys are no names', 'malformed metadata', 'corrupt metadata',
+    'malformed model_args', 'malformed image size', 'unknown layer', 'NaN',
 ]
 
 
@@ -372,6 +422,10 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--num-heads', '8'], 'it takes 9 heads of 48'),
     (['--model', 'resnet18'], 'resnet18 is not a phase-2 model: choose one of cmhsa_attn'),
     (['--images', 'nowhere'], 'nowhere is not a folder of images'),
+    (['--num-heads', '0'], 'num_heads=0 must be positive'),
+    (['--head-dim', '-5'], 'must be positive'),
+    (['--in-chans', '0'], 'must be positive'),
+    (['--patch-size', '5'], 'are not patches of (5, 5) pixels a side'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
     assert main([str(src), str(tmp_path / 'out'), *options]) == 2
@@ -384,8 +438,55 @@ def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, ca
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(tmp_path, capsys):
     save_training_checkpoint(create(img_size=48), tmp_path, img_size=48)
     assert main([str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out'), '--img-size', '32']) == 2
-    assert 'was trained with img_size=48, where (32, 32) was asked for' in capsys.readouterr().err
+    assert 'was trained with img_size=(48, 48), where (32, 32) was asked for' in capsys.readouterr().err
     assert main([str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out'), '--img-size', '48x48']) == 0
+
+
+def test_images_that_cannot_be_read(src, tmp_path, capsys):
+    (tmp_path / 'images').mkdir()
+    for i in range(20):
+        (tmp_path / 'images' / f'{i}.png').write_bytes(b'no image')
+    assert main([str(src), str(tmp_path / 'out'), '--images', str(tmp_path / 'images')]) == 2
+    assert 'holds no images that can be read' in capsys.readouterr().err
+
+
+def test_values_that_the_type_does_not_hold(conv_model, tmp_path, capsys):
+    state_dict = {name: tensor * 1e6 for name, tensor in conv_model.state_dict().items()}
+    torch.save(state_dict, tmp_path / 'a.pth')
+    assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out'), '--dtype', 'float16']) == 2
+    assert 'do not fit into torch.float16' in capsys.readouterr().err
+
+
+def test_tensors_that_are_not_contiguous(conv_model, tmp_path):
+    state_dict = conv_model.state_dict()
+    name = 'blocks.0.mlp.fc1.weight'
+    torch.save({**state_dict, name: state_dict[name].T.contiguous().T}, tmp_path / 'a.pth')
+    convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
+    assert_same_function(conv_model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
+
+
+def test_source_and_destination_never_lie_in_each_other(conv_model, tmp_path, capsys):
+    folder = tmp_path / 'phase1'
+    timm.models.save_for_hf(conv_model, str(folder), safe_serialization=True)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for src, dst in ((folder / 'model.safetensors', folder), (folder, folder / 'model.safetensors'), (folder, folder)):
+        assert main([str(src), str(dst), '--force']) == 2
+        assert 'is the source or one lies in the other' in capsys.readouterr().err
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_unknown_suffix_is_refused(src, tmp_path, capsys):
+    assert main([str(src), str(tmp_path / 'out.ckpt')]) == 2
+    assert 'out.ckpt has an unknown suffix: use .safetensors or .pth' in capsys.readouterr().err
+
+
+def test_linked_destination_folder_stays_a_link(src, tmp_path):
+    (tmp_path / 'real').mkdir()
+    (tmp_path / 'link').symlink_to(tmp_path / 'real', target_is_directory=True)
+    for _ in range(2):
+        convert_checkpoint(src, tmp_path / 'link', force=True)
+    assert (tmp_path / 'link').is_symlink()
+    assert (tmp_path / 'real' / 'model.safetensors').exists()
 
 
 @pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
@@ -407,9 +508,13 @@ def test_force_never_deletes_what_is_not_a_converted_model(src, tmp_path, capsys
     folder.mkdir()
     (folder / 'thesis.tex').write_text('years of work')
     assert main([str(src), str(folder), '--force']) == 2
-    assert 'is a folder that holds thesis.tex' in capsys.readouterr().err
+    assert 'is a folder that holds thesis.tex, not a converted model' in capsys.readouterr().err
+    (tmp_path / 'settings').mkdir()
+    (tmp_path / 'settings' / 'config.json').write_text('{}')
+    assert main([str(src), str(tmp_path / 'settings'), '--force']) == 2
+    assert 'holds config.json' in capsys.readouterr().err
     assert main([str(src), str(src), '--force']) == 2
-    assert 'is the source itself' in capsys.readouterr().err
+    assert 'is the source or one lies in the other' in capsys.readouterr().err
     assert (folder / 'thesis.tex').exists()
     assert torch.load(src)
 
@@ -421,7 +526,7 @@ def test_unwritable_destination(src, tmp_path, capsys):
     assert capsys.readouterr().err.count('\n') == 1
 
 
-@pytest.mark.skipif(not Path('/dev/full').exists(), reason='the device that is always full is Linux only')
+@pytest.mark.skipif(sys.platform == 'win32', reason='limits the file size by POSIX means')
 @pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
 def test_full_disk(name, src, tmp_path):
     """A limit on the file size makes writing fail half-way, as a full disk does."""
@@ -456,13 +561,22 @@ def test_killed_while_writing_leaves_the_old_file_or_none(name, src, tmp_path):
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGKILL)
     process.wait()
-    if name == 'out':
-        if dst.exists():
-            timm.create_model(f'local-dir:{dst}', pretrained=True)
-    else:
+    if name != 'out':
         load_checkpoint(timm.create_model(ATTN, num_classes=10), str(dst), strict=True)
+    elif dst.exists():  # a folder is replaced in two steps
+        timm.create_model(f'local-dir:{dst}', pretrained=True)
     convert_checkpoint(src, dst, force=True)
-    assert {path.name for path in tmp_path.iterdir()} <= {'phase1.pth', name, f'.{name}.old'}
+    assert {path.name for path in tmp_path.iterdir()} == {'phase1.pth', name}
+
+
+def test_killed_between_the_two_steps_of_replacing_a_folder(src, tmp_path):
+    """The old folder is set aside, the new one not in place yet: later conversions clean up."""
+    dst = tmp_path / 'out'
+    convert_checkpoint(src, dst)
+    dst.rename(tmp_path / '.out.old')
+    for _ in range(2):
+        convert_checkpoint(src, dst, force=True)
+        assert {path.name for path in tmp_path.iterdir()} == {'phase1.pth', 'out'}
 
 
 # The command
@@ -473,7 +587,8 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     result = subprocess.run([command, src, tmp_path / 'out'], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0] == f'{ATTN}, 32 x 32 pixels (default of {ATTN}), sharpness 40.2'
+    assert lines[0] == (
+        f'{ATTN}: 32 x 32 pixels (default of {ATTN}), 3 channels, patches of 4 x 4, sharpness 40.2')
     assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error']
     assert [line.split()[:4] for line in lines[2:6]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(4)]
     assert lines[6].startswith('logits')

@@ -21,8 +21,7 @@ def _full_precision(monkeypatch):
 @pytest.fixture(params=[True, False], ids=['fused', 'unfused'])
 def fused(request):
     set_fused_attn(request.param)
-    yield request.param
-    set_fused_attn(True)
+    return request.param
 
 
 def relative_error(actual, expected):

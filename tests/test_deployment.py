@@ -28,10 +28,7 @@ def create(name):
 @pytest.mark.parametrize('fused', [False, True])
 def test_torchscript(name, fused, x):
     set_fused_attn(fused)
-    try:
-        model = create(name)
-    finally:
-        set_fused_attn(True)
+    model = create(name)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x), atol=1e-5, rtol=1e-5)
 
 
@@ -39,10 +36,7 @@ def test_torchscript(name, fused, x):
 @pytest.mark.parametrize('fused', [False, True])
 def test_fx(name, fused, x):
     set_fused_attn(fused)
-    try:
-        model = create(name)
-    finally:
-        set_fused_attn(True)
+    model = create(name)
     traced = create_feature_extractor(model, {'blocks.1': 'block', 'head': 'logits'})
     outputs = traced(x)
     torch.testing.assert_close(outputs['logits'], model(x))
@@ -82,10 +76,7 @@ def test_onnx(name, x, tmp_path):
 @pytest.mark.parametrize('fused', [False, True])
 def test_amp(name, dtype, fused, x):
     set_fused_attn(fused)
-    try:
-        model = create(name)
-    finally:
-        set_fused_attn(True)
+    model = create(name)
     with torch.autocast('cpu', dtype=dtype):
         y = model(x)
     assert y.dtype == dtype
@@ -101,8 +92,7 @@ def test_other_types(name, dtype, x):
     model = create(name)
     expected = model(x)
     error = (model.to(dtype)(x.to(dtype)).float() - expected).abs().max() / expected.abs().max()
-    assert error < 8 * torch.finfo(torch.promote_types(dtype, torch.bfloat16) if dtype == torch.bfloat16
-                                   else torch.float32).eps
+    assert error < 8 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
     assert timm.create_model(name, dtype=dtype)(x.to(dtype)).dtype == dtype
 
 
@@ -116,10 +106,7 @@ def test_channels_last(name, x):
 def test_fused_and_unfused_models_agree(x):
     fused = create(ATTN)
     set_fused_attn(False)
-    try:
-        unfused = timm.create_model(ATTN, num_classes=10).eval()
-    finally:
-        set_fused_attn(True)
+    unfused = timm.create_model(ATTN, num_classes=10).eval()
     unfused.load_state_dict(fused.state_dict())
     assert [m.blocks[0].attn.fused_attn for m in (fused, unfused)] == [True, False]
     torch.testing.assert_close(unfused(x), fused(x), atol=1e-5, rtol=1e-5)

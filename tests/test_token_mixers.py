@@ -63,6 +63,14 @@ def test_patch_conv2d_refuses_even_kernels(kernel_size):
         PatchConv2d(12, patch_size=2, grid_size=2, kernel_size=kernel_size)
 
 
+def test_sizes_of_nothing_are_refused():
+    with pytest.raises(ValueError, match='is not the width of a patch'):
+        PatchConv2d(10, patch_size=4, grid_size=2)
+    for kwargs in (dict(num_heads=0), dict(head_dim=0), dict(head_dim=-1)):
+        with pytest.raises(ValueError, match='must be positive'):
+            RelPosAttention(12, 2, **kwargs)
+
+
 def test_patch_conv2d_refuses_masks():
     mixer, tokens = PatchConv2d(12, patch_size=2, grid_size=2), torch.randn(1, 4, 12)
     with pytest.raises(ValueError, match='no attention to mask'):
@@ -114,10 +122,7 @@ def test_fused_and_unfused_attention_agree(mask):
     for fused in (True, False):
         torch.manual_seed(0)
         set_fused_attn(fused)
-        try:
-            attn = random_attention()
-        finally:
-            set_fused_attn(True)
+        attn = random_attention()
         assert attn.fused_attn == fused
         outputs.append(attn(tokens, **kwargs))
     torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)

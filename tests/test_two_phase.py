@@ -1,4 +1,4 @@
-"""The main job, run as a user runs it, in its quick form."""
+"""The main job, run as a user runs it, with a few epochs."""
 import json
 import signal
 import subprocess
@@ -15,7 +15,7 @@ from timm.models import load_checkpoint
 from timm_cmhsa import convert_checkpoint
 
 EXAMPLE = Path(__file__).parents[1] / 'examples' / 'two_phase.py'
-COMMAND = [sys.executable, '-W', 'ignore', str(EXAMPLE), '--quick', '--device', 'cpu', '--output']
+COMMAND = [sys.executable, '-W', 'ignore', str(EXAMPLE), '--device', 'cpu', '--epochs', '3', '--output']
 
 
 @pytest.fixture(scope='module')
@@ -34,8 +34,8 @@ def test_table_has_every_training_with_the_same_epochs(finished):
     output, stdout = finished
     assert (output / 'results.md').read_text() in stdout
     assert {name: row['epochs'] for name, row in rows(output).items()} == {
-        'phase 1': 2, 'phase 1, converted': 2, 'phase 1, converted, phase 2': 4, 'phase 1 alone': 4,
-        'attention alone': 4}
+        'phase 1': 3, 'phase 1, converted': 3, 'phase 1, converted, phase 2': 6, 'phase 1 alone': 6,
+        'attention alone': 6}
 
 
 def test_conversion_changes_no_accuracy(finished):
@@ -64,14 +64,17 @@ def test_checkpoints_are_readable_by_timm_and_by_the_converter(finished, tmp_pat
     assert f'loaded back: top-1 {top1:.2f} %' in stdout
 
 
-def test_a_stopped_run_goes_on_to_the_same_result(finished, tmp_path):
+@pytest.mark.parametrize('moment', ['phase2', 'conv_only'])
+def test_a_stopped_run_goes_on_to_the_same_result(moment, finished, tmp_path):
+    """Killed between two stages, and within one: epoch 5 of 6 is saved and the last is not."""
     process = subprocess.Popen([*COMMAND, tmp_path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
-    while not (tmp_path / 'phase2' / 'last.pth.tar').exists():
+    while not (tmp_path / moment / 'last.pth.tar').exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
     process.send_signal(signal.SIGKILL)
     process.wait()
+    assert not (tmp_path / 'results.json').exists()
     result = subprocess.run([*COMMAND, tmp_path], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     for name, row in rows(finished[0]).items():

@@ -9,11 +9,12 @@ import shutil
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import safetensors
 import safetensors.torch
 import torch
+from timm.layers import to_2tuple
 from timm.models import clean_state_dict
 
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
@@ -63,21 +64,18 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
         raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
 
     state_dict = _select_state_dict(content, path, use_ema)
-    if 'model_args' in metadata:
-        config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
-    elif not config:
-        config = _train_config(content)
-    pretrained_cfg = config.get('pretrained_cfg') or {}
-    return Checkpoint(
-        clean_state_dict(clean_state_dict(state_dict)),  # twice: older timm knows one order of the wrappers only
-        config.get('architecture'),
-        _model_args(config),
-        {key: pretrained_cfg[key] for key in PREPROCESSING if pretrained_cfg.get(key)},
-        sha256,
-    )
+    state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice: older timm knows one order of wrappers only
+    try:
+        if 'model_args' in metadata:
+            config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
+        elif not config:
+            config = _train_config(content)
+        return Checkpoint(state_dict, *_read_model(config), sha256)
+    except (ValueError, TypeError, AttributeError, IndexError, KeyError) as e:
+        raise CheckpointError(f'{path} has a malformed model configuration: {_one_line(e)}.') from e
 
 
-def _load(path: Path) -> tuple[Any, Dict[str, str]]:
+def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
     if path.suffix == '.safetensors':
         try:
             with safetensors.safe_open(path, framework='pt') as file:
@@ -96,7 +94,7 @@ def _load(path: Path) -> tuple[Any, Dict[str, str]]:
         raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
     except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,
             UnicodeDecodeError, zipfile.BadZipFile) as e:
-        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint: {_one_line(e)}.') from e
+        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
 
 
 def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
@@ -108,9 +106,9 @@ def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Di
     state_dict = content if key is None else content[key]
     if not isinstance(state_dict, dict) or not state_dict:
         raise CheckpointError(f'{path} holds no state dict{"" if key is None else f" in {key!r}"}.')
-    others = [name for name, value in state_dict.items() if not isinstance(value, torch.Tensor)]
-    if others:
-        raise CheckpointError(f'{path} is not a state dict: {others[0]!r} is a {type(state_dict[others[0]]).__name__}.')
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(f'{path} is not a state dict: {name!r} is a {type(value).__name__}.')
     return state_dict
 
 
@@ -142,14 +140,20 @@ def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
     }
 
 
-def _model_args(config: Dict[str, Any]) -> Dict[str, Any]:
-    """The arguments that config.json rebuilds its model with."""
+def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
+    """Architecture, model arguments and preprocessing as config.json has them."""
+    architecture, pretrained_cfg = config.get('architecture'), dict(config.get('pretrained_cfg') or {})
+    if architecture is not None and not isinstance(architecture, str):
+        raise TypeError('the architecture is not a name')
     model_args = dict(config.get('model_args') or {})
-    input_size = (config.get('pretrained_cfg') or {}).get('input_size')
-    if input_size is not None:
-        model_args.setdefault('in_chans', input_size[0])
-        model_args.setdefault('img_size', tuple(input_size[1:]))
-    return model_args
+    if pretrained_cfg.get('input_size') is not None:
+        chans, *size = pretrained_cfg['input_size']
+        model_args = {'in_chans': chans, 'img_size': size, **model_args}
+    if model_args.get('img_size') is not None:
+        height, width = to_2tuple(model_args['img_size'])
+        model_args['img_size'] = int(height), int(width)
+    preprocessing = {key: pretrained_cfg[key] for key in PREPROCESSING if pretrained_cfg.get(key)}
+    return architecture, model_args, preprocessing
 
 
 def _sha256(path: Path) -> str:
@@ -166,13 +170,16 @@ def check_destination(dst: Path, src: Path, force: bool) -> None:
     Raises:
         CheckpointError: If it is the source, exists and may not be overwritten, or cannot be written.
     """
-    if dst.exists() and src.exists() and dst.samefile(src):
-        raise CheckpointError(f'{dst} is the source itself: choose another destination.')
+    if dst == src or dst in src.parents or src in dst.parents:
+        raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
     if dst.is_dir():
-        others = sorted({entry.name for entry in dst.iterdir()} - {'model.safetensors', 'config.json'})
-        if others:
-            raise CheckpointError(f'{dst} is a folder that holds {others[0]}: choose a new folder or a file name.')
-    if dst.exists() and not force and not (dst.is_dir() and not any(dst.iterdir())):
+        names = {entry.name for entry in dst.iterdir()}
+        if names and not {'model.safetensors'} <= names <= {'model.safetensors', 'config.json'}:
+            raise CheckpointError(
+                f'{dst} is a folder that holds {min(names)}, not a converted model: choose a new folder.')
+    elif dst.suffix[1:].isalpha() and dst.suffix not in ('.safetensors', *PICKLE_SUFFIXES):
+        raise CheckpointError(f'{dst.name} has an unknown suffix: use .safetensors or .pth, or none for a folder.')
+    if dst.exists() and not force and not (dst.is_dir() and not names):
         raise CheckpointError(f'{dst} exists already: choose another destination, or overwrite it with --force.')
     if not dst.parent.is_dir():
         raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
@@ -189,7 +196,7 @@ def write_checkpoint(
     """Write a state dict, whole or not at all: killed at any moment, it leaves the old checkpoint or none.
 
     Args:
-        dst: `.safetensors`, `.pth` (or another suffix of a pickle), or a folder for timm's `local-dir:`.
+        dst: `.safetensors`, `.pth` (or another suffix of a pickle), or else a folder for timm's `local-dir:`.
         state_dict: Tensors to write.
         metadata: Written into safetensors.
         save_config: Writes the config.json of a folder to the path it is given.
@@ -217,29 +224,38 @@ def write_checkpoint(
 
 
 def _replace(partial: Path, dst: Path) -> None:
+    old = dst.with_name(f'.{dst.name}.old')
     if not dst.is_dir():
         partial.replace(dst)
+        _remove(old)  # what a killed run left
         return
     # a folder with files in it cannot be replaced in one step: between the two lines there is none
-    old = dst.rename(dst.with_name(f'.{dst.name}.old'))
-    partial.replace(dst)
-    shutil.rmtree(old)
+    _remove(old)
+    dst.rename(old)
+    try:
+        partial.replace(dst)
+    except OSError:
+        old.rename(dst)
+        raise
+    with contextlib.suppress(OSError):
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def _removed_on_failure(path: Path) -> Iterator[None]:
     """Remove what an earlier, killed run left at this path, and what this one leaves if it fails."""
-    def remove() -> None:
-        if path.is_dir():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
-
-    remove()
+    _remove(path)
     try:
         yield
     except BaseException:
         with contextlib.suppress(OSError):
-            remove()
+            _remove(path)
         raise
 
 

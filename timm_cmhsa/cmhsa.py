@@ -32,6 +32,7 @@ class Cmhsa(VisionTransformer):
             hidden_chans: int = 3,
             num_classes: int = 1000,
             global_pool: str = 'avg',
+            fc_norm: Optional[bool] = False,
             depth: int = 6,
             mlp_ratio: float = 4.,
             drop_rate: float = 0.,
@@ -50,7 +51,8 @@ class Cmhsa(VisionTransformer):
             hidden_chans: Channels per pixel that a token carries, C; at least `in_chans`. The width of a token
                 follows: P * P * C.
             num_classes: Number of classes for the classification head.
-            global_pool: Type of global pooling of the final, normalised tokens.
+            global_pool: Type of global pooling of the final tokens.
+            fc_norm: Normalise after the pooling instead of before.
             depth: Number of blocks.
             mlp_ratio: Ratio of MLP hidden width to token width.
             drop_rate: Head dropout rate.
@@ -63,6 +65,8 @@ class Cmhsa(VisionTransformer):
             ValueError: If the image is not divisible by the patch, or has more channels than a token carries.
         """
         _check_divisible(img_size, patch_size)
+        if in_chans < 1 or hidden_chans < 1 or depth < 1:
+            raise ValueError(f'{in_chans=}, {hidden_chans=} and {depth=} must be positive.')
         if in_chans > hidden_chans:
             raise ValueError(
                 f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
@@ -78,7 +82,7 @@ class Cmhsa(VisionTransformer):
             mlp_ratio=mlp_ratio,
             class_token=False,
             pos_embed='none',
-            fc_norm=False,
+            fc_norm=fc_norm,
             drop_rate=drop_rate,
             proj_drop_rate=proj_drop_rate,
             drop_path_rate=drop_path_rate,
@@ -218,14 +222,26 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
     """Pad or crop the bias tables of a checkpoint that was made for another image size."""
-    size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
-    grid_size = tuple(s // p for s, p in zip(to_2tuple(size), model.patch_embed.patch_size))
+    grid_size = model.patch_embed.grid_size
     out_dict = {}
     for name, tensor in state_dict.items():
-        if name.endswith('.relative_position_bias_table') and grid_size != model.patch_embed.grid_size:
-            tensor = resize_bias_table(tensor, grid_size, model.patch_embed.grid_size)
+        if name.endswith('.relative_position_bias_table'):
+            source_grid_size = _source_grid_size(model, len(tensor))
+            if source_grid_size is not None and source_grid_size != grid_size:
+                tensor = resize_bias_table(tensor, source_grid_size, grid_size)
         out_dict[name] = tensor
     return out_dict
+
+
+def _source_grid_size(model: Cmhsa, table_length: int) -> Optional[Tuple[int, int]]:
+    """The grid that a bias table is for: what its checkpoint says if that fits, or the model's, or a square one."""
+    source_size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
+    told = tuple(s // p for s, p in zip(to_2tuple(source_size), model.patch_embed.patch_size))
+    side = (math.isqrt(table_length) + 1) // 2
+    for grid_h, grid_w in (told, model.patch_embed.grid_size, (side, side)):
+        if (2 * grid_h - 1) * (2 * grid_w - 1) == table_length:
+            return grid_h, grid_w
+    return None
 
 
 def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False, **kwargs: Any) -> Cmhsa:

@@ -34,6 +34,8 @@ def conv2d_to_attention(
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
+    Offsets that never meet the grid get no head: a grid that is one patch high or wide must not grow afterwards.
+
     For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
     `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
 
@@ -54,11 +56,12 @@ def conv2d_to_attention(
         The attention layer, with the type and on the device of the convolution's weight.
 
     Raises:
-        TypeError: If `conv` is not an `nn.Conv2d`.
+        TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardisation, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
     heads = plan_heads(conv, patch_size, grid_size, num_heads, head_dim)
-    num_used, num_heads = len(heads), num_heads or max(len(heads), 1)
+    num_used = len(heads)
+    num_heads = max(num_used, 1) if num_heads is None else num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
@@ -105,16 +108,17 @@ def plan_heads(
     With full-width heads and a grid that is larger than the kernel's reach, these are the
     (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. Arguments and errors are those of `conv2d_to_attention`.
     """
-    if not isinstance(conv, nn.Conv2d):
-        raise TypeError(f'Expected an nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
+    plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
+    if not plain or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
+        raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
             f"position bias cannot: use 'zeros' or 'circular'.")
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     head_dim = patch_h * patch_w * conv.in_channels if head_dim is None else head_dim
-    if min(patch_h, patch_w, grid_h, grid_w, head_dim) < 1:
-        raise ValueError(f'{patch_size=}, {grid_size=} and {head_dim=} must be positive.')
+    if min(patch_h, patch_w, grid_h, grid_w, head_dim, 1 if num_heads is None else num_heads) < 1:
+        raise ValueError(f'{patch_size=}, {grid_size=}, {num_heads=} and {head_dim=} must be positive.')
 
     row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
     heads, sizes = [], []
@@ -122,7 +126,7 @@ def plan_heads(
         for col, col_tap in col_taps.items():
             reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
             reads = reads.flatten().repeat_interleave(conv.in_channels)
-            inputs = reads.nonzero().flatten() if head_dim < len(reads) else torch.arange(len(reads))
+            inputs = reads.nonzero().flatten() if head_dim < len(reads) else torch.arange(len(reads), device='cpu')
             heads += [Head((row, col), chunk, row_tap, col_tap) for chunk in inputs.split(head_dim)]
             sizes.append(len(inputs))
     if num_heads is not None and num_heads < len(heads):
@@ -130,7 +134,7 @@ def plan_heads(
         raise ValueError(
             f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
             f'{len(heads)} heads of {head_dim}'
-            + (f', or {num_heads} of {wider[0]}.' if wider else f', and at least {len(sizes)} of any width.'))
+            f', or {f"{num_heads} of {wider[0]}" if wider else f"{len(sizes)} of {max(sizes)}"}.')
     return heads
 
 
@@ -150,13 +154,12 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
         Offset -> one-hot tensor (P / stride, K, P): output pixel [i] reads input pixel [p] by kernel tap [m].
         Offsets that never meet the grid are left out; with circular padding they are taken modulo the grid.
     """
-    side = ('height', 'width')[axis]
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if patch % stride:
         divisors = [s for s in range(1, patch + 1) if patch % s == 0]
         raise ValueError(
-            f'stride={stride} does not divide the patch {side} of {patch}: use a stride of {divisors} '
-            f'or a patch size divisible by {stride}.')
+            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a stride of "
+            f'{divisors} or a patch size divisible by {stride}.')
     span = dilation * (kernel - 1)
     if isinstance(conv.padding, str):
         pad_left, pad_right = (span // 2, span - span // 2) if conv.padding == 'same' else (0, 0)
@@ -164,12 +167,11 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
         pad_left = pad_right = conv.padding[axis]
     size = patch * grid
     if (size + pad_left + pad_right - span - 1) // stride + 1 != size // stride:
-        remedy = "padding='same'" if span % 2 and stride == 1 else f'padding={span // 2}'
         raise ValueError(
-            f'padding={conv.padding!r} does not keep the image {side} of {size} (divided by stride {stride}): '
-            f'a kernel of {kernel} with dilation {dilation} needs {remedy}.')
+            f'padding={conv.padding!r} does not keep the image size (divided by the stride): {_fitting_padding(conv)}.')
 
-    pixels = torch.arange(patch // stride)[:, None] * stride + torch.arange(kernel) * dilation - pad_left
+    rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
+    pixels = rows[:, None] * stride + taps * dilation - pad_left
     offsets = pixels.div(patch, rounding_mode='floor')
     if conv.padding_mode == 'circular':
         offsets = (offsets + grid // 2) % grid - grid // 2
@@ -177,11 +179,18 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
     return {o: one_hot * (offsets == o).unsqueeze(-1) for o in offsets.unique().tolist() if abs(o) < grid}
 
 
+def _fitting_padding(conv: nn.Conv2d) -> str:
+    spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
+    if all(span % 2 == 0 for span in spans):
+        return f'use padding=({spans[0] // 2}, {spans[1] // 2})'
+    return "use padding='same'" if conv.stride == (1, 1) else f'use an odd kernel instead of {conv.kernel_size}'
+
+
 def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
     """The kernel without groups, (C_out, C_in, K_h, K_w); in float64, where sums of one-hot products are exact."""
     weight = conv.weight.detach().double().cpu().unflatten(0, (conv.groups, -1))
     dense = weight.new_zeros(conv.groups, weight.shape[1], conv.groups, *weight.shape[2:])
-    group = torch.arange(conv.groups)
+    group = torch.arange(conv.groups, device='cpu')
     dense[group, :, group] = weight
     return dense.flatten(2, 3).flatten(0, 1)
 

@@ -9,20 +9,29 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 import timm
 import torch
 from timm.layers import to_2tuple
+from timm.models import clean_state_dict
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
 from .checkpoints import Checkpoint, CheckpointError, check_destination, read_checkpoint, write_checkpoint
 from .cmhsa import CmhsaConv, init_patch_identity
 from .construction import conv2d_to_attention, exact_sharpness, plan_heads
+from .phase1 import (
+    DTYPES,
+    KNOWN_ARGS,
+    PHASE2_MODELS,
+    default_img_size,
+    grid_size,
+    infer_model_args,
+    load_conv,
+    matching_model,
+)
 from .token_mixers import Size2d
 from .verify import LayerReport, load_images, verify
 from .version import __version__
 
 TOLERANCE = 1e-4
 NUM_RANDOM_IMAGES = 8
-KNOWN_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'norm_layer', 'act_layer')
-DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
 class VerificationError(RuntimeError):
@@ -47,12 +56,14 @@ class ConversionReport(NamedTuple):
 
     def __str__(self) -> str:
         height, width = self.model_args['img_size']
+        shape = (f"{height} x {width} pixels ({self.img_size_source}), {self.model_args['in_chans']} channels, "
+                 f"patches of {' x '.join(str(p) for p in to_2tuple(self.model_args['patch_size']))}")
         table = [('layer', 'heads used', 'largest error')]
         table += [(layer.name, f'{layer.heads_used} of {layer.num_heads}', f'{layer.error:.1e}')
                   for layer in self.layers]
         table += [('logits', '', f'{self.logits_error:.1e}')]
         return '\n'.join([
-            f'{self.architecture}, {height} x {width} pixels ({self.img_size_source}), sharpness {self.sharpness:.3g}',
+            f'{self.architecture}: {shape}, sharpness {self.sharpness:.3g}',
             *(f'{name:<14} {heads:<12} {error:>13}' for name, heads, error in table),
             f'top-1 agreement {self.top1_agreement:.2%} on {self.num_random_images} random and '
             f'{self.num_real_images} real images',
@@ -88,138 +99,57 @@ def convert_state_dict(
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, or there is no exact rewrite.
     """
+    state_dict = clean_state_dict(state_dict)
     known = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans)
     args = infer_model_args(state_dict, {key: value for key, value in known.items() if value is not None})
-    num_heads = num_heads or _default_num_heads(args, 9, head_dim)
+    num_heads, head_dim = _choose_heads(args, 9, num_heads, head_dim)
+    return _rewrite(state_dict, args, num_heads, head_dim, sharpness)
+
+
+def _rewrite(
+        state_dict: Dict[str, torch.Tensor],
+        args: Dict[str, Any],
+        num_heads: int,
+        head_dim: int,
+        sharpness: Optional[float],
+) -> Dict[str, torch.Tensor]:
     converted = {}
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        proj = nn.Conv2d(args['in_chans'], state_dict['norm.weight'].numel(), to_2tuple(args['patch_size']))
+        torch.default_generator.manual_seed(0)
+        like = state_dict['blocks.0.norm1.weight']
+        proj = nn.Conv2d(args['in_chans'], len(like), to_2tuple(args['patch_size']))
         init_patch_identity(proj)
         for name, tensor in proj.state_dict().items():
-            converted[f'patch_embed.proj.{name}'] = tensor.to(state_dict['norm.weight'])
+            converted[f'patch_embed.proj.{name}'] = tensor.to(like)
         for name, tensor in state_dict.items():
             if '.attn.conv.' not in name:
-                converted[name] = tensor.clone()
+                converted[name] = tensor.clone(memory_format=torch.contiguous_format)
             elif name.endswith('.weight'):
                 prefix = name.removesuffix('conv.weight')
-                conv = _load_conv(tensor, state_dict[prefix + 'conv.bias'])
-                try:
-                    attn = conv2d_to_attention(
-                        conv, args['patch_size'], _grid_size(args), num_heads, head_dim, sharpness)
-                except ValueError as e:
-                    raise CheckpointError(str(e)) from e
+                conv = load_conv(tensor, state_dict[prefix + 'conv.bias'])
+                attn = conv2d_to_attention(conv, args['patch_size'], grid_size(args), num_heads, head_dim, sharpness)
                 converted.update({prefix + key: value for key, value in attn.state_dict().items()})
     return converted
 
 
-def infer_model_args(state_dict: Dict[str, torch.Tensor], known: Dict[str, Any]) -> Dict[str, Any]:
-    """Read the arguments of a `CmhsaConv` from its tensors, and check that these fit together.
-
-    Args:
-        state_dict: Tensors of a `CmhsaConv`.
-        known: Arguments that tensors do not tell, such as the image size.
-
-    Returns:
-        Arguments of `CmhsaConv`.
-
-    Raises:
-        CheckpointError: If these are not the tensors of a phase-1 model, or NaN or Inf is among them.
-    """
-    _check_phase1(state_dict)
-    kernel = state_dict['blocks.0.attn.conv.weight']
-    chans, embed_dim = kernel.shape[0], state_dict['norm.weight'].numel()
-    side = math.isqrt(embed_dim // chans)
-    args = {'patch_size': side, 'in_chans': min(chans, 3), **known}
-    args.update(
-        hidden_chans=chans,
-        num_classes=state_dict['head.weight'].shape[0] if 'head.weight' in state_dict else 0,
-        depth=len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
-        mlp_ratio=_mlp_ratio(state_dict['blocks.0.mlp.fc1.weight'].shape[0], embed_dim),
-        kernel_size=tuple(kernel.shape[2:]),
-    )
-    if math.prod(to_2tuple(args['patch_size'])) * chans != embed_dim:
-        raise CheckpointError(
-            f'tokens of width {embed_dim} (norm.weight) with {chans} channels (blocks.0.attn.conv.weight) are not '
-            f"patches of {args['patch_size']} pixels a side.")
-    args.setdefault('img_size', default_img_size(matching_model(args)))
-    args['img_size'] = to_2tuple(args['img_size'])
-    _check_tensors(state_dict, args)
-    return args
-
-
-def _check_phase1(state_dict: Dict[str, torch.Tensor]) -> None:
-    needed = ('blocks.0.attn.conv.weight', 'blocks.0.mlp.fc1.weight', 'norm.weight')
-    missing = [name for name in needed if name not in state_dict]
-    if not missing:
-        return
-    if len(missing) < len(needed) and any('.attn.conv.' in name for name in state_dict):
-        raise CheckpointError(f'the phase-1 checkpoint has missing keys: {", ".join(missing)}.')
-    if any('.rel_pos.zero_key_bias' in name for name in state_dict):
-        what = 'a phase-2 checkpoint, which is converted already'
-    elif any('.attn.qkv.' in name for name in state_dict):
-        what = 'a Vision Transformer such as ViT or DeiT'
-    elif any(name.startswith('layer1.') for name in state_dict):
-        what = 'a ResNet'
-    else:
-        what = f'none of ours; it starts with {", ".join(list(state_dict)[:3])}'
-    raise CheckpointError(f'not a phase-1 checkpoint (cmhsa_conv_*): it looks like {what}.')
-
-
-def _check_tensors(state_dict: Dict[str, torch.Tensor], args: Dict[str, Any]) -> None:
+def _choose_heads(
+        args: Dict[str, Any],
+        default_num_heads: int,
+        num_heads: Optional[int],
+        head_dim: Optional[int],
+) -> Tuple[int, int]:
+    """Fill in the heads that were not asked for, and check that the rewrite fits into them."""
+    if num_heads is not None and num_heads < 1:
+        raise CheckpointError(f'num_heads={num_heads} must be positive.')
+    weight = torch.empty(args['hidden_chans'], args['hidden_chans'], *args['kernel_size'], device='meta')
+    conv = load_conv(weight, weight[:, 0, 0, 0])
     try:
-        expected = CmhsaConv(**args, device=torch.device('meta')).state_dict()
+        needed = len(plan_heads(conv, args['patch_size'], grid_size(args), num_heads, head_dim))
     except ValueError as e:
         raise CheckpointError(str(e)) from e
-    missing, unexpected = expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys()
-    for what, names in (('missing', missing), ('unexpected', unexpected)):
-        if names:
-            raise CheckpointError(f'the phase-1 checkpoint has {what} keys: {", ".join(sorted(names))}.')
-    for name, tensor in state_dict.items():
-        if tensor.shape != expected[name].shape:
-            raise CheckpointError(
-                f'{name} has shape {tuple(tensor.shape)}, where the other tensors ask for '
-                f'{tuple(expected[name].shape)}.')
-        if not tensor.isfinite().all():
-            raise CheckpointError(f'{name} holds NaN or Inf: the training diverged, take an earlier checkpoint.')
-
-
-def _mlp_ratio(hidden_dim: int, embed_dim: int) -> float:
-    ratio = hidden_dim / embed_dim
-    return ratio if int(embed_dim * ratio) == hidden_dim else math.nextafter(ratio, math.inf)  # timm rounds down
-
-
-def matching_model(args: Dict[str, Any]) -> str:
-    """The registered phase-2 model with tokens of this shape, or else `cmhsa_attn`."""
-    for name in timm.list_models('*cmhsa_attn*'):
-        model = timm.create_model(name, device=torch.device('meta'))
-        shape = model.patch_embed.patch_size, model.hidden_chans, len(model.blocks)
-        if shape == (to_2tuple(args['patch_size']), args['hidden_chans'], args['depth']):
-            return name
-    return 'cmhsa_attn'
-
-
-def default_img_size(model_name: str) -> Tuple[int, int]:
-    return tuple(timm.get_pretrained_cfg_value(model_name, 'input_size')[1:])
-
-
-def _grid_size(args: Dict[str, Any]) -> Tuple[int, int]:
-    height, width = (s // p for s, p in zip(args['img_size'], to_2tuple(args['patch_size'])))
-    return height, width
-
-
-def _load_conv(weight: torch.Tensor, bias: torch.Tensor) -> nn.Conv2d:
-    chans_out, chans_in, height, width = weight.shape
-    conv = nn.Conv2d(chans_in, chans_out, (height, width), padding=(height // 2, width // 2), device='meta')
-    conv.load_state_dict({'weight': weight, 'bias': bias}, assign=True)
-    return conv
-
-
-def _default_num_heads(args: Dict[str, Any], model_num_heads: int, head_dim: Optional[int]) -> int:
-    weight = torch.empty(args['hidden_chans'], args['hidden_chans'], *args['kernel_size'], device='meta')
-    conv = _load_conv(weight, weight[:, 0, 0, 0])
-    needed = len(plan_heads(conv, args['patch_size'], _grid_size(args), head_dim=head_dim))
-    return needed if head_dim else max(needed, model_num_heads)
+    if num_heads is None:
+        num_heads = max(needed, default_num_heads) if head_dim is None else needed
+    return num_heads, head_dim or math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans']
 
 
 def convert_checkpoint(
@@ -228,6 +158,7 @@ def convert_checkpoint(
         *,
         model: Optional[str] = None,
         img_size: Optional[Size2d] = None,
+        patch_size: Optional[Size2d] = None,
         in_chans: Optional[int] = None,
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
@@ -246,7 +177,9 @@ def convert_checkpoint(
         dst: `.safetensors`, `.pth`, or a folder that `timm.create_model('local-dir:...', pretrained=True)` loads.
         model: Registered phase-2 model to convert to; by default the one with tokens of this shape.
         img_size: Input image size, pixels, where the checkpoint does not tell; by default the model's.
-        in_chans: Number of image channels, where the checkpoint does not tell.
+        patch_size: Pixels per patch side, where the checkpoint does not tell and the patches are not square.
+        in_chans: Number of image channels, where the checkpoint does not tell; by default as many as a token carries,
+            at most 3.
         num_heads: Number of heads; by default the model's, or as many as needed if these are more or `head_dim` is
             given.
         head_dim: Width of a head; by default that of a token.
@@ -265,34 +198,21 @@ def convert_checkpoint(
         CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    src, dst = Path(src), Path(dst)
+    src, dst = Path(src).resolve(), Path(dst).resolve()
     check_destination(dst, src, force)
     source = read_checkpoint(src, use_ema)
-    args, img_size_source = _source_args(source, model, img_size, in_chans)
+    args, img_size_source = _source_args(source, model, img_size, patch_size, in_chans)
     if num_classes is not None and num_classes != args['num_classes']:
         raise CheckpointError(f"the checkpoint has {args['num_classes']} classes, where {num_classes} were asked for.")
     architecture = model or matching_model(args)
     attn_args = _attn_args(args, architecture, num_heads, head_dim)
-    state_dict = source.state_dict
-    if dtype is not None:
-        dtype = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-        if dtype not in DTYPES.values():
-            raise CheckpointError(f'dtype must be one of {", ".join(DTYPES)}.')
-        state_dict = {name: tensor.to(dtype) for name, tensor in state_dict.items()}
+    state_dict = source.state_dict if dtype is None else _cast(source.state_dict, dtype)
 
     # Rounding to the written type is done by now: what is measured below, in full precision, is the rewrite alone.
-    compute_dtype = torch.promote_types(torch.float32, state_dict['norm.weight'].dtype)
+    compute_dtype = torch.promote_types(torch.float32, state_dict['blocks.0.norm1.weight'].dtype)
     if sharpness is None:
-        sharpness = exact_sharpness(math.prod(_grid_size(args)), compute_dtype)
-    converted = convert_state_dict(
-        state_dict,
-        img_size=args['img_size'],
-        patch_size=args['patch_size'],
-        in_chans=args['in_chans'],
-        num_heads=attn_args['num_heads'],
-        head_dim=attn_args['head_dim'],
-        sharpness=sharpness,
-    )
+        sharpness = exact_sharpness(math.prod(grid_size(args)), compute_dtype)
+    converted = _rewrite(state_dict, args, attn_args['num_heads'], attn_args['head_dim'], sharpness)
     conv_model = CmhsaConv(**args, dtype=compute_dtype).eval()
     conv_model.load_state_dict(state_dict)
     attn_model = timm.create_model(
@@ -316,18 +236,19 @@ def convert_checkpoint(
     return report
 
 
-def _source_args(
-        source: Checkpoint,
-        model: Optional[str],
-        img_size: Optional[Size2d],
-        in_chans: Optional[int],
-) -> Tuple[Dict[str, Any], str]:
-    """Arguments of the phase-1 model, from all that is known of it, and where its image size is from."""
+def _source_args(source: Checkpoint, model: Optional[str], *asked: Any) -> Tuple[Dict[str, Any], str]:
+    """Arguments of the phase-1 model, from all that is known of it, and where its image size is from.
+
+    Args:
+        source: The phase-1 checkpoint.
+        model: Phase-2 model asked for, if any.
+        asked: Image size, patch size and image channels asked for, None where they are not.
+    """
     known = {key: source.model_args[key] for key in KNOWN_ARGS if source.model_args.get(key) is not None}
-    for key, value in (('img_size', img_size), ('in_chans', in_chans)):
+    origin = 'from the checkpoint' if 'img_size' in known else 'as asked for'
+    for key, value in zip(('img_size', 'patch_size', 'in_chans'), asked):
         if value is not None and to_2tuple(known.setdefault(key, value)) != to_2tuple(value):
             raise CheckpointError(f'the checkpoint was trained with {key}={known[key]}, where {value} was asked for.')
-    origin = 'as asked for' if img_size else 'from the checkpoint'
     if 'img_size' not in known:
         default = next((name for name in (source.architecture, model) if name and timm.is_model(name)), None)
         default = default or matching_model(infer_model_args(source.state_dict, known))
@@ -342,15 +263,24 @@ def _attn_args(
         head_dim: Optional[int],
 ) -> Dict[str, Any]:
     """Arguments of `timm.create_model` for the phase-2 model."""
-    choices = timm.list_models('*cmhsa_attn*')
+    choices = timm.list_models(PHASE2_MODELS)
     if architecture not in choices:
         raise CheckpointError(f'{architecture} is not a phase-2 model: choose one of {", ".join(choices)}.')
     default = timm.create_model(architecture, device=torch.device('meta')).blocks[0].attn
-    return {
-        **{key: value for key, value in args.items() if key != 'kernel_size'},
-        'num_heads': num_heads or _default_num_heads(args, default.num_heads, head_dim),
-        'head_dim': head_dim or math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans'],
-    }
+    num_heads, head_dim = _choose_heads(args, default.num_heads, num_heads, head_dim)
+    shared = {key: value for key, value in args.items() if key != 'kernel_size'}
+    return {**shared, 'num_heads': num_heads, 'head_dim': head_dim}
+
+
+def _cast(state_dict: Dict[str, torch.Tensor], dtype: Union[str, torch.dtype]) -> Dict[str, torch.Tensor]:
+    dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise CheckpointError(f'dtype {dtype} is none of {", ".join(DTYPES)}.')
+    cast = {name: tensor.to(dtype) for name, tensor in state_dict.items()}
+    for name, tensor in cast.items():
+        if not tensor.isfinite().all():
+            raise CheckpointError(f'{name} has values that do not fit into {dtype}: choose another dtype.')
+    return cast
 
 
 def _pretrained_cfg(source: Checkpoint, args: Dict[str, Any]) -> Dict[str, Any]:
@@ -378,9 +308,12 @@ def _metadata(report: ConversionReport, source: Checkpoint) -> Dict[str, str]:
     }
 
 
-def _parse_size(text: str) -> Tuple[int, int]:
+def _size(text: str) -> Tuple[int, int]:
     height, _, width = text.partition('x')
-    return int(height), int(width or height)
+    try:
+        return int(height), int(width or height)
+    except ValueError as e:
+        raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW') from e
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -393,8 +326,9 @@ def _parser() -> argparse.ArgumentParser:
     add('src', metavar='SRC', help="checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder")
     add('dst', metavar='DST', help='.safetensors, .pth, or a folder for timm.create_model("local-dir:DST")')
     add('--model', metavar='NAME', help='registered phase-2 model (default: the one with tokens of this shape)')
-    add('--img-size', metavar='N or HxW', type=_parse_size, help='input size, where the checkpoint does not tell')
-    add('--in-chans', metavar='N', type=int, help='image channels, where the checkpoint does not tell')
+    add('--img-size', metavar='N or HxW', type=_size, help='input size, where the checkpoint does not tell')
+    add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
+    add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
     add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
     add('--head-dim', metavar='N', type=int, help='width of a head (default: that of a token)')
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
@@ -414,7 +348,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = _parser().parse_args(argv)
     try:
         print(convert_checkpoint(**vars(args)))
-    except (CheckpointError, VerificationError) as e:
+    except (CheckpointError, VerificationError, OSError) as e:
         print(f'convert_checkpoint: {e}', file=sys.stderr)
         return 1 if isinstance(e, VerificationError) else 2
     print(f'written to {args.dst}')

@@ -3,6 +3,7 @@
 A token is a flattened image patch, so a mixer can see the tokens as the image they were cut from. `PatchConv2d`
 convolves that image (phase 1), `RelPosAttention` attends over the tokens (phase 2): tokens in, tokens out.
 """
+import math
 from typing import Any, Final, Optional, Tuple, Union
 
 import torch
@@ -94,6 +95,7 @@ def reject_attn_mask(
         attn_mask: Optional[torch.Tensor] = None,
         is_causal: bool = False,
 ) -> torch.Tensor:
+    """Return x, the tokens of a mixer that has no use for a mask, if there is none."""
     if attn_mask is not None or is_causal:
         raise ValueError('A convolution has no attention to mask: call the model without attn_mask and is_causal.')
     return x
@@ -143,10 +145,13 @@ class PatchConv2d(nn.Module):
             proj_drop: Dropout rate of the output.
 
         Raises:
-            ValueError: If the kernel is even: with the same padding on both sides it would change the image size.
+            ValueError: If a token is no patch, or the kernel is even: with the same padding on both sides it would
+                change the image size.
         """
         super().__init__()
         kernel_h, kernel_w = to_2tuple(kernel_size)
+        if dim % math.prod(to_2tuple(patch_size)):
+            raise ValueError(f'dim={dim} is not the width of a patch of {patch_size} pixels a side.')
         if kernel_h % 2 == 0 or kernel_w % 2 == 0:
             raise ValueError(f'kernel_size={kernel_size} cannot be centred on a pixel: use an odd size such as 3 or 5.')
         self.patch_size = to_2tuple(patch_size)
@@ -173,7 +178,8 @@ class PatchConv2d(nn.Module):
 class ZeroKeyRelPosBias(RelPosBias):
     """timm's relative position bias table, and a learned bias per head for one more key: the zero key.
 
-    An offset means the same at any grid size, so that a change of grid pads the table with zeros or crops it.
+    An offset means the same at any grid size, so that a change of grid pads the table with zeros or crops it. Offsets
+    that a smaller grid does not have are forgotten.
     """
     window_size: Tuple[int, int]
     bias_shape: Tuple[int, int, int]
@@ -256,7 +262,12 @@ class RelPosAttention(Attention):
             qkv_bias: Give queries, keys and values a bias.
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
+
+        Raises:
+            ValueError: If there is no head, or a head has no width.
         """
+        if num_heads < 1 or (head_dim is not None and head_dim < 1):
+            raise ValueError(f'{num_heads=} and {head_dim=} must be positive.')
         dd = {'device': device, 'dtype': dtype}
         super().__init__(
             dim,

@@ -39,7 +39,7 @@ def verify(
     """
     depth = len(conv_model.blocks)
     errors, scales = torch.zeros(depth + 1), torch.zeros(depth + 1)
-    agreed = 0
+    same_class = []
 
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
         errors[i] = torch.maximum(errors[i], (actual - expected).abs().max())
@@ -53,7 +53,7 @@ def verify(
     for batch in images.split(BATCH_SIZE):
         expected, actual = conv_model(batch), attn_model(batch)
         compare(depth, expected, actual)
-        agreed += (expected.argmax(dim=-1) == actual.argmax(dim=-1)).sum().item()
+        same_class.append(expected.argmax(dim=-1) == actual.argmax(dim=-1))
     for hook in hooks:
         hook.remove()
     *layer_errors, logits_error = (errors / scales.clamp(min=torch.finfo(scales.dtype).tiny)).tolist()
@@ -61,7 +61,7 @@ def verify(
         LayerReport(f'blocks.{i}.attn', _heads_used(block.attn), block.attn.num_heads, error)
         for i, (block, error) in enumerate(zip(attn_model.blocks, layer_errors))
     ]
-    return layers, logits_error, agreed / len(images)
+    return layers, logits_error, torch.cat(same_class).float().mean().item()
 
 
 def _heads_used(attn: RelPosAttention) -> int:
@@ -81,6 +81,6 @@ def load_images(folder: Path, model: CmhsaAttn) -> torch.Tensor:
         raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {model.in_chans}.')
     try:
         dataset = ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[model.in_chans])
+        return torch.stack([dataset[i][0] for i in range(min(len(dataset), MAX_REAL_IMAGES))])
     except (OSError, RuntimeError) as e:
-        raise CheckpointError(f'{folder} holds no images to verify on: {e}') from e
-    return torch.stack([dataset[i][0] for i in range(min(len(dataset), MAX_REAL_IMAGES))])
+        raise CheckpointError(f'{folder} holds no images that can be read: {e}') from e
