@@ -588,7 +588,7 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == (
-        f'{ATTN}: 32 x 32 pixels (default of {ATTN}), 3 channels, patches of 4 x 4, sharpness 40.2')
+        f'{ATTN}: 3-channel images of 32 x 32 pixels (default of {ATTN}), patches of 4 x 4, sharpness 40.2')
     assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error']
     assert [line.split()[:4] for line in lines[2:6]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(4)]
     assert lines[6].startswith('logits')

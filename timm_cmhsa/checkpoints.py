@@ -40,7 +40,7 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
 
     Args:
         path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
-            `local-dir:` layout. Code in a pickle is never executed.
+            `local-dir:` layout. Pickles are loaded with `weights_only=True`, which executes no code.
         use_ema: Take the averaged weights that a training checkpoint holds beside the last ones.
 
     Raises:

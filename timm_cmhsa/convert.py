@@ -56,8 +56,9 @@ class ConversionReport(NamedTuple):
 
     def __str__(self) -> str:
         height, width = self.model_args['img_size']
-        shape = (f"{height} x {width} pixels ({self.img_size_source}), {self.model_args['in_chans']} channels, "
-                 f"patches of {' x '.join(str(p) for p in to_2tuple(self.model_args['patch_size']))}")
+        patch_h, patch_w = to_2tuple(self.model_args['patch_size'])
+        shape = (f"{self.model_args['in_chans']}-channel images of {height} x {width} pixels ({self.img_size_source}), "
+                 f'patches of {patch_h} x {patch_w}')
         table = [('layer', 'heads used', 'largest error')]
         table += [(layer.name, f'{layer.heads_used} of {layer.num_heads}', f'{layer.error:.1e}')
                   for layer in self.layers]
