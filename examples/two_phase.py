@@ -208,10 +208,17 @@ def train(
         if (epoch + 1) % EVAL_EVERY == 0 or epoch + 1 == stage.epochs:
             row = {'epoch': epoch + 1, 'train_loss': total / len(loader), **evaluate(model, test_data, device)}
             history.append({**row, 'seconds': seconds + time.perf_counter() - start})
-            history_file.write_text(json.dumps(history))
+            write_whole(history_file, json.dumps(history))
             saver.save_checkpoint(epoch, row['top1'])
             progress.set_postfix(loss=f"{row['train_loss']:.3f}", top1=f"{row['top1']:.2f}")
     return model.eval(), history
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file such that a kill at any moment leaves the old one or the new one."""
+    partial = path.with_suffix('.partial')
+    partial.write_text(text)
+    partial.replace(path)
 
 
 def seed_everything(seed: int) -> None:
