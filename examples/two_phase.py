@@ -108,6 +108,12 @@ def parse_args() -> argparse.Namespace:
         args.epochs = 2
     if args.epochs < 1 or not BATCH_SIZE <= args.num_train <= 1700:
         parser.error(f'--epochs must be positive, --num-train between {BATCH_SIZE} and 1700 (of 1797 images)')
+    if args.output.exists() and not args.output.is_dir():
+        parser.error(f'--output {args.output} is not a folder')
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as e:
+        parser.error(f'--device {args.device} cannot be used: {str(e).splitlines()[0]}')
     return args
 
 

@@ -106,7 +106,7 @@ def test_safetensors_and_local_dir(conv_model, tmp_path):
     safetensors.torch.save_file(conv_model.state_dict(), tmp_path / 'a.safetensors')
     convert_checkpoint(tmp_path / 'a.safetensors', tmp_path / 'from_file')
     timm.models.save_for_hf(conv_model, str(tmp_path / 'folder'), safe_serialization=True)
-    report = convert_checkpoint(tmp_path / 'folder', tmp_path / 'from_folder')
+    report = convert_checkpoint(f'local-dir:{tmp_path / "folder"}', tmp_path / 'from_folder')
     assert report.img_size_source == 'from the checkpoint'
     for name in ('from_file', 'from_folder'):
         assert_same_function(conv_model, timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True))
@@ -162,7 +162,7 @@ def test_layers_and_pooling_of_a_configuration_are_kept(kwargs, tmp_path):
 
 def test_image_size_of_a_plain_state_dict_is_that_of_the_model_of_this_shape(tmp_path):
     for name, size in ((CONV, (32, 32)), ('cmhsa_conv_k5_patch4_32', (32, 32))):
-        torch.save(timm.create_model(name).state_dict(), tmp_path / 'a.pth')
+        torch.save(timm.create_model(name, depth=2).state_dict(), tmp_path / 'a.pth')
         report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out.pth', force=True)
         assert report.model_args['img_size'] == size
         assert report.img_size_source == f'default of {report.architecture}'

@@ -89,7 +89,13 @@ def test_runs_of_different_settings_are_never_mixed(finished):
     assert result.stderr.count('\n') == 1
 
 
-def test_bad_options_are_told():
-    result = subprocess.run([*COMMAND, 'unused', '--num-train', '5'], capture_output=True, text=True)
+@pytest.mark.parametrize(('options', 'message'), [
+    (['unused', '--num-train', '5'], '--num-train between 20 and 1700'),
+    (['unused', '--device', 'foo'], '--device foo cannot be used'),
+    ([__file__], 'is not a folder'),
+])
+def test_bad_options_are_told(options, message):
+    result = subprocess.run([*COMMAND, *options], capture_output=True, text=True)
     assert result.returncode == 2
-    assert '--num-train between 20 and 1700' in result.stderr
+    assert message in result.stderr
+    assert 'Traceback' not in result.stderr

@@ -199,7 +199,7 @@ def convert_checkpoint(
         CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    src, dst = Path(src).resolve(), Path(dst).resolve()
+    src, dst = Path(str(src).removeprefix('local-dir:')).resolve(), Path(dst).resolve()
     check_destination(dst, src, force)
     source = read_checkpoint(src, use_ema)
     args, img_size_source = _source_args(source, model, img_size, patch_size, in_chans)

@@ -104,8 +104,7 @@ def matching_model(args: Dict[str, Any]) -> str:
     """The registered phase-2 model with tokens of this shape, or else `cmhsa_attn`."""
     for name in timm.list_models(PHASE2_MODELS):
         model = timm.create_model(name, device=torch.device('meta'))
-        shape = model.patch_embed.patch_size, model.hidden_chans, len(model.blocks)
-        if shape == (to_2tuple(args['patch_size']), args['hidden_chans'], args['depth']):
+        if (model.patch_embed.patch_size, model.hidden_chans) == (to_2tuple(args['patch_size']), args['hidden_chans']):
             return name
     return 'cmhsa_attn'
 
