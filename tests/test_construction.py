@@ -198,9 +198,9 @@ def test_sharpness_trades_exactness():
 
 
 @pytest.mark.parametrize(('conv', 'kwargs', 'message'), [
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, 'it takes 9 heads of 48, or 9 of 48'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 9, 'head_dim': 12}, 'it takes 12 heads of 12, or 9 of 48'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10, 'head_dim': 12}, 'it takes 12 heads of 12, or 10 of 24'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, r'it takes 9 heads of 48\.'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 9, 'head_dim': 12}, 'it takes 12 heads of 12 or 9 heads of 48'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10, 'head_dim': 12}, 'it takes 12 heads of 12 or 10 heads of 24'),
     (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), {}, "use 'zeros' or 'circular'"),
     (nn.Conv2d(3, 3, 3, padding=1, padding_mode='replicate'), {}, "use 'zeros' or 'circular'"),
     (nn.Conv2d(3, 3, 3, padding=1, stride=3), {}, r'use a stride of \[1, 2, 4\] or a patch size divisible by 3'),
@@ -210,7 +210,7 @@ def test_sharpness_trades_exactness():
     (nn.Conv2d(3, 3, (4, 3), stride=(1, 2), padding=(0, 1)), {}, r'use an odd kernel instead of \(4, 3\)'),
     (nn.Conv2d(3, 3, (3, 5)), {}, r'use padding=\(1, 2\)'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 0}, 'must be positive'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 5, 'head_dim': 17}, 'it takes 11 heads of 17, or 9 of 48'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 5, 'head_dim': 17}, 'it takes 11 heads of 17 or 9 heads of 48'),
     (nn.Conv2d(3, 3, 5, dilation=3, padding='valid'), {}, r'use padding=\(6, 6\)'),
     (nn.Conv2d(3, 3, 3, padding=1), {'head_dim': 0}, 'must be positive'),
     (nn.Conv2d(3, 3, 3, padding=1), {'grid_size': 0}, 'must be positive'),

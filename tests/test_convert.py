@@ -261,7 +261,7 @@ def test_heads(src, conv_model, tmp_path):
     assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(12, 14)}
     for name in ('thin', 'spare'):
         assert_same_function(conv_model, timm.create_model(f'local-dir:{tmp_path / name}', pretrained=True))
-    with pytest.raises(CheckpointError, match='it takes 12 heads of 12, or 9 of 48'):
+    with pytest.raises(CheckpointError, match='it takes 12 heads of 12 or 9 heads of 48'):
         convert_checkpoint(src, tmp_path / 'few', num_heads=9, head_dim=12)
     assert not (tmp_path / 'few').exists()
 

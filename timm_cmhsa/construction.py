@@ -131,10 +131,11 @@ def plan_heads(
             sizes.append(len(inputs))
     if num_heads is not None and num_heads < len(heads):
         wider = [w for w in range(head_dim + 1, max(sizes) + 1) if sum(-(-s // w) for s in sizes) <= num_heads]
+        numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), max(sizes))]
+        remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
         raise ValueError(
             f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
-            f'{len(heads)} heads of {head_dim}'
-            f', or {f"{num_heads} of {wider[0]}" if wider else f"{len(sizes)} of {max(sizes)}"}.')
+            f'{" or ".join(remedies)}.')
     return heads
 
 
