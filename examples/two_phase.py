@@ -18,9 +18,7 @@ import matplotlib
 import numpy as np
 import timm
 import torch
-from PIL import Image
-from sklearn.datasets import load_digits
-from timm.data import create_transform
+from digits import CANVAS, NUM_IMAGES, PREPROCESSING, Digits, digits_on_canvas
 from timm.layers import set_fused_attn
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.models import resume_checkpoint, save_for_hf
@@ -28,8 +26,7 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.utils import AttentionExtract, CheckpointSaver, accuracy
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
-from torchvision.transforms import Compose, RandomCrop
+from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from timm_cmhsa import convert_checkpoint
@@ -38,13 +35,9 @@ matplotlib.use('Agg')
 from matplotlib import pyplot as plt
 from matplotlib.colors import PowerNorm
 
-CANVAS = 32  # pixels
-DIGIT = 16  # pixels; scikit-learn's 8 x 8, enlarged
 SHAPE = dict(img_size=CANVAS, patch_size=8, in_chans=1, hidden_chans=1, depth=4, num_classes=10)
 NUM_HEADS = 12  # 9 express the convolution, 3 are free to look elsewhere
-PREPROCESSING = dict(input_size=(1, CANVAS, CANVAS), mean=(0.1,), std=(0.25,), interpolation='bicubic', crop_pct=1.0)
 BATCH_SIZE = 20
-EVAL_EVERY = 5  # epochs
 
 
 class Stage(NamedTuple):
@@ -55,6 +48,10 @@ class Stage(NamedTuple):
     model_args: Dict[str, Any]
     epochs: int
     lr: float
+    warmup_epochs: int = 5
+    weight_decay: float = 0.05
+    smoothing: float = 0.1
+    eval_every: int = 5  # epochs
 
 
 def main() -> None:
@@ -64,8 +61,9 @@ def main() -> None:
     phase1, phase2, conv_only, attn_only = stages(args)
     train_data, test_data = digits_on_canvas(args.num_train, args.seed)
     device = torch.device(args.device)
+    run = (args.output, args.seed, device)
 
-    conv_model, phase1_history = train(phase1, create(phase1, args), train_data, test_data, args)
+    conv_model, phase1_history = train(phase1, create(phase1, args.seed), train_data, test_data, *run)
     converted = args.output / 'converted'
     report = convert_checkpoint(
         args.output / phase1.name / 'last.pth.tar', converted, model='cmhsa_attn', num_heads=NUM_HEADS, force=True)
@@ -75,14 +73,14 @@ def main() -> None:
     print(f"top-1 before the conversion {before['top1']:.2f} %, after it {after['top1']:.2f} %")
 
     maps_before = attention_maps(converted, test_data)
-    attn_model, phase2_history = train(phase2, converted_model, train_data, test_data, args)
+    attn_model, phase2_history = train(phase2, converted_model, train_data, test_data, *run)
     final = args.output / 'model'
     save_for_hf(attn_model, str(final), model_args=dict(SHAPE, num_heads=NUM_HEADS), safe_serialization=True)
     loaded = evaluate(timm.create_model(f'local-dir:{final}', pretrained=True).to(device), test_data, device)
     print(f"saved in {final}, loaded back: top-1 {loaded['top1']:.2f} %")
 
-    _, conv_history = train(conv_only, create(conv_only, args), train_data, test_data, args)
-    _, attn_history = train(attn_only, create(attn_only, args), train_data, test_data, args)
+    _, conv_history = train(conv_only, create(conv_only, args.seed), train_data, test_data, *run)
+    _, attn_history = train(attn_only, create(attn_only, args.seed), train_data, test_data, *run)
 
     two_phase = phase1_history + [{**row, 'epoch': row['epoch'] + phase1.epochs} for row in phase2_history]
     histories = {'two phases': two_phase, conv_only.title: conv_history, attn_only.title: attn_history}
@@ -107,7 +105,7 @@ def parse_args() -> argparse.Namespace:
     if args.quick:
         args.epochs = 2
     if args.epochs < 1 or not BATCH_SIZE <= args.num_train <= 1700:
-        parser.error(f'--epochs must be positive, --num-train between {BATCH_SIZE} and 1700 (of 1797 images)')
+        parser.error(f'--epochs must be positive, --num-train between {BATCH_SIZE} and 1700 (of {NUM_IMAGES} images)')
     if args.output.exists() and not args.output.is_dir():
         parser.error(f'--output {args.output} is not a folder')
     try:
@@ -136,39 +134,8 @@ def stages(args: argparse.Namespace) -> Tuple[Stage, Stage, Stage, Stage]:
     )
 
 
-class Digits(Dataset):
-    """Images of digits with their classes."""
-
-    def __init__(self, images: List[Image.Image], targets: List[int], training: bool) -> None:
-        self.images, self.targets = images, targets
-        self.transform = create_transform(**PREPROCESSING)
-        if training:  # within these epochs, RandAugment, Mixup and averaged weights bring nothing more
-            self.transform = Compose([RandomCrop(CANVAS, padding=4), self.transform])
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
-        return self.transform(self.images[index]), self.targets[index]
-
-
-def digits_on_canvas(num_train: int, seed: int) -> Tuple[Digits, Digits]:
-    """Place every digit at a random position on an empty canvas, and split: training images, all others for testing."""
-    digits, rng = load_digits(), np.random.RandomState(seed)
-    images = []
-    for pixels in digits.images:
-        image = Image.new('L', (CANVAS, CANVAS))
-        digit = Image.fromarray((pixels * 255 / 16).astype(np.uint8)).resize((DIGIT, DIGIT), Image.Resampling.BICUBIC)
-        image.paste(digit, tuple(rng.randint(0, CANVAS - DIGIT + 1, size=2)))
-        images.append(image)
-    order = rng.permutation(len(images))
-    train, test = ([images[i] for i in part] for part in (order[:num_train], order[num_train:]))
-    train_targets, test_targets = (digits.target[part].tolist() for part in (order[:num_train], order[num_train:]))
-    return Digits(train, train_targets, training=True), Digits(test, test_targets, training=False)
-
-
-def create(stage: Stage, args: argparse.Namespace) -> nn.Module:
-    seed_everything(args.seed)
+def create(stage: Stage, seed: int) -> nn.Module:
+    seed_everything(seed)
     return timm.create_model(stage.model, **stage.model_args)
 
 
@@ -177,18 +144,20 @@ def train(
         model: nn.Module,
         train_data: Digits,
         test_data: Digits,
-        args: argparse.Namespace,
+        output: Path,
+        seed: int,
+        device: torch.device,
 ) -> Tuple[nn.Module, List[Dict[str, float]]]:
     """Train one stage, or go on where it stopped; returns the model and its losses and accuracies over the epochs."""
-    folder, device = args.output / stage.name, torch.device(args.device)
-    folder.mkdir(exist_ok=True)
+    folder = output / stage.name
+    folder.mkdir(parents=True, exist_ok=True)
     model.to(device)
     loader = DataLoader(train_data, BATCH_SIZE, shuffle=True, drop_last=True)
-    loss_fn = LabelSmoothingCrossEntropy(0.1)
-    optimizer = create_optimizer_v2(model, opt='adamw', lr=stage.lr, weight_decay=0.05)
+    loss_fn = LabelSmoothingCrossEntropy(stage.smoothing)
+    optimizer = create_optimizer_v2(model, opt='adamw', lr=stage.lr, weight_decay=stage.weight_decay)
     scheduler, _ = create_scheduler_v2(
-        optimizer, num_epochs=stage.epochs, warmup_epochs=min(5, stage.epochs // 2), warmup_lr=1e-6, min_lr=1e-5,
-        step_on_epochs=False, updates_per_epoch=len(loader))
+        optimizer, num_epochs=stage.epochs, warmup_epochs=min(stage.warmup_epochs, stage.epochs // 2), warmup_lr=1e-6,
+        min_lr=1e-5, step_on_epochs=False, updates_per_epoch=len(loader))
     checkpoint_args = argparse.Namespace(model=stage.model, model_kwargs=stage.model_args, **PREPROCESSING)
     saver = CheckpointSaver(model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=1)
 
@@ -201,7 +170,7 @@ def train(
     start = time.perf_counter()
     progress = tqdm(range(start_epoch, stage.epochs), stage.title, initial=start_epoch, total=stage.epochs)
     for epoch in progress:
-        seed_everything(args.seed * 1000 + epoch)
+        seed_everything(seed * 1000 + epoch)
         model.train()
         total = 0.
         for step, (images, targets) in enumerate(loader):
@@ -211,7 +180,7 @@ def train(
             optimizer.step()
             scheduler.step_update(epoch * len(loader) + step + 1)
             total += loss.item()
-        if (epoch + 1) % EVAL_EVERY == 0 or epoch + 1 == stage.epochs:
+        if (epoch + 1) % stage.eval_every == 0 or epoch + 1 == stage.epochs:
             row = {'epoch': epoch + 1, 'train_loss': total / len(loader), **evaluate(model, test_data, device)}
             history.append({**row, 'seconds': seconds + time.perf_counter() - start})
             write_whole(history_file, json.dumps(history))
