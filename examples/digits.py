@@ -4,20 +4,26 @@ As an ImageFolder for timm's `train.py --data-dir FOLDER`: python examples/digit
 """
 import argparse
 from pathlib import Path
-from typing import List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 import numpy as np
 import torch
 from PIL import Image
 from sklearn.datasets import load_digits
 from timm.data import create_transform
+from torch import nn
 from torch.utils.data import Dataset
-from torchvision.transforms import Compose, RandomCrop
+from torchvision.transforms import RandomCrop
 
 CANVAS = 32  # pixels
 DIGIT = 16  # pixels; scikit-learn's 8 x 8, enlarged
 NUM_IMAGES = 1797
-PREPROCESSING = dict(input_size=(1, CANVAS, CANVAS), mean=(0.1,), std=(0.25,), interpolation='bicubic', crop_pct=1.0)
+MEAN, STD = 0.1, 0.25
+
+
+def preprocessing(img_size: int) -> Dict[str, Any]:
+    """What timm's data configuration of a model for these images is."""
+    return dict(input_size=(1, img_size, img_size), mean=(MEAN,), std=(STD,), interpolation='bicubic', crop_pct=1.0)
 
 
 class Digits(Dataset):
@@ -25,15 +31,17 @@ class Digits(Dataset):
 
     def __init__(self, images: List[Image.Image], targets: List[int], augment: bool) -> None:
         self.images, self.targets = images, targets
-        self.transform = create_transform(**PREPROCESSING)
-        if augment:  # within these epochs, RandAugment, Mixup and averaged weights bring nothing more
-            self.transform = Compose([RandomCrop(CANVAS, padding=4), self.transform])
+        img_size = images[0].width
+        transform = create_transform(**preprocessing(img_size))
+        self.tensors = [transform(image) for image in images]
+        # Within these epochs, RandAugment, Mixup and averaged weights bring nothing more.
+        self.augment = RandomCrop(img_size, padding=4, fill=-MEAN / STD) if augment else nn.Identity()
 
     def __len__(self) -> int:
         return len(self.images)
 
     def __getitem__(self, index: int) -> Tuple[torch.Tensor, int]:
-        return self.transform(self.images[index]), self.targets[index]
+        return self.augment(self.tensors[index]), self.targets[index]
 
 
 def digits_on_canvas(num_train: int, seed: int) -> Tuple[Digits, Digits]:
@@ -47,14 +55,14 @@ def digits_on_canvas(num_train: int, seed: int) -> Tuple[Digits, Digits]:
     )
 
 
-def place_digits(rng: np.random.RandomState) -> Tuple[List[Image.Image], List[int]]:
-    """Place every digit at a random position on an empty canvas."""
+def place_digits(rng: np.random.RandomState, canvas: int = CANVAS) -> Tuple[List[Image.Image], List[int]]:
+    """Place every digit at a random position on an empty canvas, whose side is given in pixels."""
     digits = load_digits()
     images = []
     for pixels in digits.images:
-        image = Image.new('L', (CANVAS, CANVAS))
+        image = Image.new('L', (canvas, canvas))
         digit = Image.fromarray((pixels * 255 / 16).astype(np.uint8)).resize((DIGIT, DIGIT), Image.Resampling.BICUBIC)
-        image.paste(digit, tuple(rng.randint(0, CANVAS - DIGIT + 1, size=2)))
+        image.paste(digit, tuple(rng.randint(0, canvas - DIGIT + 1, size=2)))
         images.append(image)
     return images, digits.target.tolist()
 

@@ -18,7 +18,7 @@ import matplotlib
 import numpy as np
 import timm
 import torch
-from digits import CANVAS, NUM_IMAGES, PREPROCESSING, Digits, digits_on_canvas
+from digits import CANVAS, NUM_IMAGES, Digits, digits_on_canvas, preprocessing
 from timm.layers import set_fused_attn
 from timm.loss import LabelSmoothingCrossEntropy
 from timm.models import resume_checkpoint, save_for_hf
@@ -158,7 +158,8 @@ def train(
     scheduler, _ = create_scheduler_v2(
         optimizer, num_epochs=stage.epochs, warmup_epochs=min(stage.warmup_epochs, stage.epochs // 2), warmup_lr=1e-6,
         min_lr=1e-5, step_on_epochs=False, updates_per_epoch=len(loader))
-    checkpoint_args = argparse.Namespace(model=stage.model, model_kwargs=stage.model_args, **PREPROCESSING)
+    checkpoint_args = argparse.Namespace(
+        model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.model_args['img_size']))
     saver = CheckpointSaver(model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=1)
 
     last, history_file = folder / 'last.pth.tar', folder / 'history.json'
