@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 import os
-import time
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
@@ -71,14 +70,13 @@ def do(run: Run, output: Path, device_name: str) -> None:
     model = create(run.stage, run.seed) if run.phase1 is None else convert(run, output)
     if not run.zero_key:
         remove_zero_keys(model)
-    start = time.perf_counter()
+    before = evaluate(model.to(device), test_data, device)
     model, history = train(run.stage, model, train_data, validation_data, folder, run.seed, device)
     result = dict(
         validation=evaluate(model, validation_data, device),
+        before=before,
         test=evaluate(model, test_data, device),
         history=history,
-        seconds=history[-1]['seconds'],
-        elapsed=time.perf_counter() - start,
         settings=run,
         versions=VERSIONS,
     )

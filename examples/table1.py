@@ -65,11 +65,9 @@ def main() -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add('--sizes', type=int, nargs='+', default=[100, 300, 900], help='training images (default: %(default)s)')
-    add('--seeds', type=int, default=5, help='number of seeds (default: %(default)s)')
-    add('--images-per-phase', type=int, default=12600, help='images that each of two phases trains on (default: %(default)s)')
-    add('--output', type=Path, default=Path('output/table1'), help='folder (default: %(default)s)')
+    add_options(parser)
+    parser.add_argument(
+        '--sizes', type=int, nargs='+', default=[100, 300, 900], help='training images (default: %(default)s)')
     args = parser.parse_args()
     largest = NUM_IMAGES - NUM_TEST - NUM_VALIDATION
     if not all(BATCH_SIZE <= size <= largest for size in args.sizes):
@@ -77,6 +75,15 @@ def parse_args() -> argparse.Namespace:
     if args.images_per_phase < max(*args.sizes, TUNING_SIZE) or args.seeds < 1:
         parser.error(f'--images-per-phase must be at least {TUNING_SIZE} and the largest of --sizes, --seeds at least 1')
     return args
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Options of everything that compares models on the digits."""
+    add = parser.add_argument
+    add('--seeds', type=int, default=5, help='number of seeds (default: %(default)s)')
+    add('--images-per-phase', type=int, default=12600,
+        help='images that each of two phases trains on (default: %(default)s)')
+    add('--output', type=Path, default=Path('output/table1'), help='folder (default: %(default)s)')
 
 
 def choose_rates(args: argparse.Namespace) -> Dict[str, float]:
