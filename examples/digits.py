@@ -4,7 +4,7 @@ As an ImageFolder for timm's `train.py --data-dir FOLDER`: python examples/digit
 """
 import argparse
 from pathlib import Path
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Tuple, Union
 
 import numpy as np
 import torch
@@ -70,7 +70,7 @@ def place_digits(rng: np.random.RandomState, canvas: int = CANVAS) -> Tuple[List
 def choose(
         images: List[Image.Image],
         targets: List[int],
-        indices: Sequence[int],
+        indices: Union[np.ndarray, range],
 ) -> Tuple[List[Image.Image], List[int]]:
     return [images[i] for i in indices], [targets[i] for i in indices]
 

@@ -1,4 +1,4 @@
-"""Where should phase 2 start? Sharper or softer heads, spare heads, a zero key or none: python examples/phase2_starts.py
+"""Where should phase 2 start: sharpness, spare heads, zero key? python examples/phase2_starts.py
 
 Phase 2 of CMHSA-3 and CMHSA-5 as in table1.py, on 300 digits with 5 seeds, from the same phase-1 models. Every start
 has its own best learning rate of the same few, by the validation images of one more seed. The runs that table1.py has
@@ -6,7 +6,6 @@ done are not done again.
 """
 import argparse
 import statistics
-from pathlib import Path
 from typing import Dict, NamedTuple, Optional
 
 from runs import Run, run_all

@@ -1,8 +1,9 @@
 """Many trainings on the digits, side by side, for the examples that compare: each is done once, in a folder of its own.
 
-Here a digit fills its image of 16 x 16 pixels, so that small models learn from few images in less than a minute. The folder's name is made from everything that the result depends on, so that runs of different settings never mix, and
-a comparison that was stopped goes on where it stopped. The test images are the same in all runs and choose nothing:
-learning rates are chosen on validation images.
+A digit fills its image of 16 x 16 pixels, so that small models learn from few images in less than a minute. The name of
+the folder is made from everything that the result depends on: runs of different settings never mix, and a comparison
+that was stopped goes on where it stopped. The test images are the same in all runs and choose nothing: learning rates
+are chosen on validation images.
 """
 import hashlib
 import json

@@ -2,8 +2,8 @@
 
 By default every row is a scaled-down model on the digits, trained on 100, 300 and 900 images with 5 seeds: about two
 hours on 2 cores. All rows see as many images in training, two-phase rows half of them in each phase. A row's learning
-rate is its own best of the same few, by the validation images of two more seeds. `--paper TIMM` is the paper's scale instead:
-it drives `train.py` of TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100.
+rate is its own best of the same few, by validation images of two more seeds. `--paper TIMM` is the paper's scale: it
+drives `train.py` of TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100.
 
 The output folder gets the table and the plot. What was stopped goes on where it stopped.
 """
@@ -70,10 +70,10 @@ def parse_args() -> argparse.Namespace:
         '--sizes', type=int, nargs='+', default=[100, 300, 900], help='training images (default: %(default)s)')
     args = parser.parse_args()
     largest = NUM_IMAGES - NUM_TEST - NUM_VALIDATION
-    if not all(BATCH_SIZE <= size <= largest for size in args.sizes):
-        parser.error(f'--sizes must be between {BATCH_SIZE} and {largest}')
-    if args.images_per_phase < max(*args.sizes, TUNING_SIZE) or args.seeds < 1:
-        parser.error(f'--images-per-phase must be at least {TUNING_SIZE} and the largest of --sizes, --seeds at least 1')
+    if not all(BATCH_SIZE <= size <= largest for size in args.sizes) or args.seeds < 1:
+        parser.error(f'--sizes must be between {BATCH_SIZE} and {largest}, --seeds at least 1')
+    if args.images_per_phase < max(*args.sizes, TUNING_SIZE):
+        parser.error(f'--images-per-phase must be at least {TUNING_SIZE} and the largest of --sizes')
     return args
 
 
@@ -131,7 +131,7 @@ def scaled_models() -> Dict[str, List[nn.Module]]:
 
 
 def training_times(rows: Dict[str, List[nn.Module]], images: torch.Tensor, repeats: int = 20) -> Dict[str, float]:
-    """Median seconds of a training step, the mean of a row's phases; all rows in turn, so that drift meets all alike."""
+    """Median seconds of a training step, the mean of a row's phases; rows in turn, so that drift meets all alike."""
     steps = {title: [training_step(model, images) for model in models] for title, models in rows.items()}
     seconds: Dict[str, List[float]] = {title: [] for title in rows}
     for _ in range(repeats + 2):
