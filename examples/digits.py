@@ -44,10 +44,10 @@ class Digits(Dataset):
         return self.augment(self.tensors[index]), self.targets[index]
 
 
-def digits_on_canvas(num_train: int, seed: int) -> Tuple[Digits, Digits]:
+def digits_on_canvas(num_train: int, seed: int, canvas: int = CANVAS) -> Tuple[Digits, Digits]:
     """Training images, and all others for testing."""
     rng = np.random.RandomState(seed)
-    images, targets = place_digits(rng)
+    images, targets = place_digits(rng, canvas)
     order = rng.permutation(NUM_IMAGES)
     return (
         Digits(*choose(images, targets, order[:num_train]), augment=True),
@@ -80,17 +80,21 @@ def main() -> None:
     parser.add_argument('folder', type=Path, help='gets train/CLASS/*.png and validation/CLASS/*.png')
     parser.add_argument('--num-train', type=int, default=400, help='training images (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='of places and split (default: %(default)s)')
+    parser.add_argument(
+        '--canvas', type=int, default=CANVAS, help='pixels of a side, at least %d (default: %%(default)s)' % DIGIT)
     args = parser.parse_args()
     if not 1 <= args.num_train < NUM_IMAGES:
         parser.error(f'--num-train must be between 1 and {NUM_IMAGES - 1}')
+    if args.canvas < DIGIT:
+        parser.error(f'--canvas must be at least {DIGIT}, the size of a digit')
     if args.folder.exists() and (not args.folder.is_dir() or any(args.folder.iterdir())):
         parser.error(f'{args.folder} exists and is not an empty folder')
-    for split, data in zip(('train', 'validation'), digits_on_canvas(args.num_train, args.seed)):
+    for split, data in zip(('train', 'validation'), digits_on_canvas(args.num_train, args.seed, args.canvas)):
         for index, (image, target) in enumerate(zip(data.images, data.targets)):
             path = args.folder / split / str(target) / f'{index:04}.png'
             path.parent.mkdir(parents=True, exist_ok=True)
             image.save(path)
-        print(f'{args.folder / split}: {len(data)} images of {CANVAS} x {CANVAS} pixels')
+        print(f'{args.folder / split}: {len(data)} images of {args.canvas} x {args.canvas} pixels')
 
 
 if __name__ == '__main__':

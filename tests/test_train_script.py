@@ -1,0 +1,224 @@
+"""timm's own scripts, unmodified, run as users run them.
+
+They are not part of the timm package: set TIMM_CLONE to a clone of pytorch-image-models, best at the tag of the
+installed timm. The data are the digits, as an ImageFolder that examples/digits.py writes.
+"""
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from timm.models import save_for_hf
+
+from timm_cmhsa import convert_checkpoint
+
+CLONE = Path(os.environ.get('TIMM_CLONE', ''))
+pytestmark = pytest.mark.skipif(
+    'TIMM_CLONE' not in os.environ, reason="needs timm's scripts: set TIMM_CLONE to a clone of pytorch-image-models")
+
+DIGITS = Path(__file__).parents[1] / 'examples' / 'digits.py'
+CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+BACKEND = 'nccl' if torch.cuda.device_count() > 1 else 'gloo'
+DEVICE = 'cuda' if torch.cuda.device_count() > 1 else 'cpu'
+
+
+def run(*command, **kwargs):
+    environment = {**os.environ, 'OMP_NUM_THREADS': '1', 'PYTHONWARNINGS': 'ignore'}
+    result = subprocess.run(
+        [sys.executable, *map(str, command)], capture_output=True, text=True, env=environment, **kwargs)
+    assert result.returncode == 0, f'{result.stdout}\n{result.stderr}'
+    return result.stdout + result.stderr
+
+
+@pytest.fixture(scope='module')
+def digits(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('digits') / 'images'
+    run(DIGITS, folder, '--num-train', 1600, '--canvas', 16)
+    return folder
+
+
+def options(digits, output, model, *extra):
+    """Of train.py; what comes last counts."""
+    return [
+        '--device-modules', 'timm_cmhsa', '--data-dir', digits, '--model', model, '--num-classes', 10,
+        '--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1, '-b', 50, '--opt', 'adamw', '--lr', 4e-3, '--weight-decay', 0.05, '--warmup-epochs', 0,
+        '--epochs', 1, '--hflip', 0, '--scale', 0.6, 1, '--device', DEVICE, '-j', 1,
+        '--output', output.parent, '--experiment', output.name, *extra]
+
+
+def train(digits, output, model, *extra):
+    return run(CLONE / 'train.py', *options(digits, output, model, *extra))
+
+
+def validate(digits, model, checkpoint, *extra):
+    """The numbers that validate.py prints, as it prints them."""
+    stdout = run(
+        '-m', 'timm_cmhsa', CLONE / 'validate.py', '--data-dir', digits, '--split', 'validation', '--model', model,
+        '--num-classes', 10, '--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1, '-b', 100, '--device', DEVICE, '-j', 1,
+        '--checkpoint', checkpoint, *extra)
+    return json.JSONDecoder().raw_decode(stdout.split('--result\n')[1])[0]
+
+
+def weights(checkpoint):
+    return torch.load(checkpoint, map_location='cpu', weights_only=False)['state_dict']
+
+
+def assert_same_weights(first, second):
+    assert first.keys() == second.keys()
+    for name in first:
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.fixture(scope='module')
+def phase1(digits, tmp_path_factory):
+    """The folder of a finished phase 1."""
+    output = tmp_path_factory.mktemp('train') / 'phase1'
+    train(digits, output, CONV, '--epochs', 3)
+    return output
+
+
+def test_two_phases_and_validation(digits, phase1, tmp_path):
+    before = validate(digits, CONV, phase1 / 'model_best.pth.tar')
+    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', images=digits / 'validation')
+    after = validate(digits, ATTN, tmp_path / 'phase2.safetensors')
+    accuracies = 'top1', 'top1_err', 'top5', 'top5_err'
+    assert {key: before[key] for key in accuracies} == {key: after[key] for key in accuracies}
+    assert before['top1'] > 20
+
+    train(digits, tmp_path / 'phase2', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', '--epochs', 2)
+    with open(tmp_path / 'phase2' / 'summary.csv') as f:
+        summary = list(csv.DictReader(f))
+    best = validate(digits, ATTN, tmp_path / 'phase2' / 'model_best.pth.tar')
+    assert best['top1'] == pytest.approx(max(float(row['eval_top1']) for row in summary), abs=1e-3)
+    assert best['top1'] > before['top1']
+
+
+@pytest.mark.parametrize('model', [CONV, ATTN])
+@pytest.mark.parametrize('extra', [
+    ['--amp', '--amp-dtype', 'bfloat16'],
+    ['--torchcompile'],
+    ['--grad-checkpointing'],
+    ['--model-ema', '--model-ema-decay', '0.9'],
+    ['--layer-decay', '0.75'],
+    ['--channels-last'],
+    ['--in-chans', '1', '--mean', '0.1', '--std', '0.25'],
+    ['--img-size', '24', '--model-kwargs', 'img_size=24'],
+    ['--mixup', '0.8', '--cutmix', '1.0', '--aa', 'rand-m9-mstd0.5-inc1', '--reprob', '0.25', '--drop-path', '0.1'],
+    ['--mixup', '0.8', '--no-prefetcher', '--clip-grad', '1.0', '--grad-accum-steps', '2'],
+], ids=lambda extra: extra[0].lstrip('-') if isinstance(extra, list) else extra)
+def test_options(digits, tmp_path, model, extra):
+    stdout = train(digits, tmp_path / 'run', model, *extra)
+    assert 'Traceback' not in stdout
+    with open(tmp_path / 'run' / 'summary.csv') as f:
+        summary = list(csv.DictReader(f))
+    assert len(summary) == 1
+    assert 0 < float(summary[0]['train_loss']) < 3
+
+
+def test_grad_checkpointing_and_channels_last_change_nothing(digits, tmp_path):
+    train(digits, tmp_path / 'plain', CONV)
+    for option in ('--grad-checkpointing', '--channels-last'):
+        train(digits, tmp_path / 'other', CONV, option)
+        plain, other = weights(tmp_path / 'plain' / 'last.pth.tar'), weights(tmp_path / 'other' / 'last.pth.tar')
+        for name in plain:
+            torch.testing.assert_close(plain[name], other[name], rtol=0, atol=2e-3, msg=f'{option}: {name}')
+
+
+def test_distillation_from_phase1(digits, phase1, tmp_path):
+    teacher = timm.create_model(CONV, num_classes=10, img_size=16, checkpoint_path=str(phase1 / 'model_best.pth.tar'))
+    save_for_hf(teacher, str(tmp_path / 'teacher'), model_args=dict(img_size=16), safe_serialization=True)
+    stdout = train(digits, tmp_path / 'student', ATTN, '--kd-model-name', f"local-dir:{tmp_path / 'teacher'}")
+    assert 'KD teacher' in stdout
+    assert (tmp_path / 'student' / 'last.pth.tar').exists()
+
+
+def test_resume_after_kill_ends_with_the_same_weights(digits, tmp_path):
+    epochs = ['--epochs', 4, '--drop-path', 0.1]
+    train(digits, tmp_path / 'whole', CONV, *epochs)
+    command = [sys.executable, CLONE / 'train.py', *options(digits, tmp_path / 'killed', CONV, *epochs)]
+    with open(tmp_path / 'log', 'w') as log:
+        process = subprocess.Popen(
+            list(map(str, command)), stdout=log, stderr=log, env={**os.environ, 'OMP_NUM_THREADS': '1'},
+            start_new_session=True)
+        summary = tmp_path / 'killed' / 'summary.csv'
+        while not (summary.exists() and len(summary.read_text().splitlines()) >= 3) and process.poll() is None:
+            time.sleep(0.02)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    train(digits, tmp_path / 'killed', CONV, *epochs, '--resume', tmp_path / 'killed' / 'last.pth.tar')
+    with open(summary) as f:
+        assert [row['epoch'] for row in csv.DictReader(f)][-1] == '3'
+    whole = validate(digits, CONV, tmp_path / 'whole' / 'last.pth.tar')
+    killed = validate(digits, CONV, tmp_path / 'killed' / 'last.pth.tar')
+    assert whole['top1'] == pytest.approx(killed['top1'], abs=3)
+
+
+def torchrun(*command):
+    return run('-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *command)
+
+
+@pytest.mark.parametrize('model', [CONV, ATTN])
+def test_two_processes(digits, tmp_path, model):
+    """Both end with the same weights, repeated augmentations included."""
+    wrapper = tmp_path / 'save_each_rank.py'
+    wrapper.write_text(SAVE_EACH_RANK)
+    stdout = torchrun(
+        wrapper, CLONE / 'train.py', tmp_path,
+        *options(digits, tmp_path / 'run', model, '-b', 25, '--aug-repeats', 3, '--drop-path', 0.1))
+    assert 'Process 0, total 2' in stdout
+    assert not re.search(r'unused|find_unused_parameters|Grad strides|UserWarning', stdout), stdout
+    first, second = (torch.load(tmp_path / f'rank{rank}.pth') for rank in range(2))
+    assert_same_weights(first, second)
+    assert any((first[name] != tensor).any() for name, tensor in timm.create_model(model, num_classes=10, img_size=16)
+               .state_dict().items() if name in first)
+
+
+# Runs train.py, and keeps what the optimizer of this process has trained.
+SAVE_EACH_RANK = '''
+import os, runpy, sys
+import timm.optim, torch
+models = []
+create = timm.optim.create_optimizer_v2
+def keep(model, **kwargs):
+    models.append(model)
+    return create(model, **kwargs)
+timm.optim.create_optimizer_v2 = keep
+script, folder = sys.argv[1:3]
+sys.argv = [script] + sys.argv[3:]
+runpy.run_path(script, run_name='__main__')
+state_dict = {name.removeprefix('model.'): tensor for name, tensor in models[0].state_dict().items()}
+torch.save(state_dict, f"{folder}/rank{os.environ['RANK']}.pth")
+'''
+
+
+def test_module_under_torchrun(digits, tmp_path):
+    stdout = torchrun(
+        '-m', 'timm_cmhsa', CLONE / 'train.py', *options(digits, tmp_path / 'run', CONV, '-b', 25)[2:])
+    assert 'Process 0, total 2' in stdout
+    assert (tmp_path / 'run' / 'last.pth.tar').exists()
+
+
+@pytest.mark.parametrize('script, arguments', [
+    ('benchmark.py', ['--model', CONV, '--device', DEVICE, '-b', '4', '--num-bench-iter', '2', '--num-warm-iter', '1']),
+    ('onnx_export.py', ['out.onnx', '--model', ATTN, '--num-classes', '10', '--dynamo', '--check-forward']),
+])
+def test_scripts_without_plugin_option(tmp_path, script, arguments):
+    stdout = run('-m', 'timm_cmhsa', CLONE / script, *arguments, cwd=tmp_path)
+    assert 'Traceback' not in stdout
+    assert script != 'onnx_export.py' or (tmp_path / 'out.onnx').stat().st_size > 0
+
+
+def test_inference(digits, phase1, tmp_path):
+    pytest.importorskip('pandas', reason="timm's inference.py needs it")
+    run('-m', 'timm_cmhsa', CLONE / 'inference.py', '--data-dir', digits / 'validation', '--model', CONV,
+        '--num-classes', 10, '--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1, '--checkpoint', phase1 / 'model_best.pth.tar',
+        '--device', DEVICE, '-j', 1, '--results-dir', tmp_path, '--results-file', 'out', '--results-format', 'json')
+    assert any(tmp_path.glob('out*json'))
