@@ -11,7 +11,7 @@ from typing import Any, Dict, List
 import matplotlib
 import numpy as np
 from runs import Run, run_all
-from table1 import ROWS, add_options, choose_rates, plan, spread
+from table1 import ROWS, add_options, check_options, choose_rates, plan, spread
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
@@ -23,6 +23,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     args = parser.parse_args()
+    check_options(parser, args)
     curves = plan_curves(choose_rates(args), args)
     results = iter(run_all([run for runs in curves.values() for run in runs], args.output / 'runs', 'figure 2'))
     histories = {title: [next(results) for _ in runs] for title, runs in curves.items()}

@@ -9,7 +9,7 @@ import statistics
 from typing import Dict, NamedTuple, Optional
 
 from runs import Run, run_all
-from table1 import ATTN, LEARNING_RATES, ROWS, TUNING_SEEDS, Row, add_options, choose_rates, plan, spread
+from table1 import ATTN, ROWS, TUNING_SEEDS, Row, add_options, check_options, choose_rates, plan, spread
 
 NUM_TRAIN = 300
 
@@ -61,16 +61,18 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    return parser.parse_args()
+    args = parser.parse_args()
+    check_options(parser, args)
+    return args
 
 
 def tune(rates: Dict[str, float], args: argparse.Namespace) -> Dict[Start, float]:
     """Every start's best learning rate, over both kernels."""
     runs = {(start, rate): [plan_start(start, row, {**rates, row.title: rate}, TUNING_SEEDS[0], args)
-                            for row in TWO_PHASES] for start in STARTS for rate in LEARNING_RATES}
+                            for row in TWO_PHASES] for start in STARTS for rate in args.learning_rates}
     results = iter(run_all([run for pair in runs.values() for run in pair], args.output / 'runs', 'learning rates'))
     top1 = {key: statistics.mean(next(results)['validation']['top1'] for _ in pair) for key, pair in runs.items()}
-    return {start: max(LEARNING_RATES, key=lambda rate: top1[start, rate]) for start in STARTS}
+    return {start: max(args.learning_rates, key=lambda rate: top1[start, rate]) for start in STARTS}
 
 
 def plan_start(start: Start, row: Row, rates: Dict[str, float], seed: int, args: argparse.Namespace) -> Run:

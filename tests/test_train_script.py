@@ -26,6 +26,7 @@ pytestmark = pytest.mark.skipif(
 
 DIGITS = Path(__file__).parents[1] / 'examples' / 'digits.py'
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+SMALL_IMAGES = ['--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1]
 BACKEND = 'nccl' if torch.cuda.device_count() > 1 else 'gloo'
 DEVICE = 'cuda' if torch.cuda.device_count() > 1 else 'cpu'
 
@@ -49,9 +50,9 @@ def options(digits, output, model, *extra):
     """Of train.py; what comes last counts."""
     return [
         '--device-modules', 'timm_cmhsa', '--data-dir', digits, '--model', model, '--num-classes', 10,
-        '--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1, '-b', 50, '--opt', 'adamw', '--lr', 4e-3, '--weight-decay', 0.05, '--warmup-epochs', 0,
-        '--epochs', 1, '--hflip', 0, '--scale', 0.6, 1, '--device', DEVICE, '-j', 1,
-        '--output', output.parent, '--experiment', output.name, *extra]
+        *SMALL_IMAGES, '-b', 50, '--opt', 'adamw', '--lr', 4e-3, '--weight-decay', 0.05, '--warmup-epochs', 0,
+        '--epochs', 1, '--hflip', 0, '--scale', 0.6, 1, '--device', DEVICE, '-j', 1, '--output', output.parent,
+        '--experiment', output.name, *extra]
 
 
 def train(digits, output, model, *extra):
@@ -62,7 +63,7 @@ def validate(digits, model, checkpoint, *extra):
     """The numbers that validate.py prints, as it prints them."""
     stdout = run(
         '-m', 'timm_cmhsa', CLONE / 'validate.py', '--data-dir', digits, '--split', 'validation', '--model', model,
-        '--num-classes', 10, '--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1, '-b', 100, '--device', DEVICE, '-j', 1,
+        '--num-classes', 10, *SMALL_IMAGES, '-b', 100, '--device', DEVICE, '-j', 1,
         '--checkpoint', checkpoint, *extra)
     return json.JSONDecoder().raw_decode(stdout.split('--result\n')[1])[0]
 
@@ -206,7 +207,7 @@ def test_module_under_torchrun(digits, tmp_path):
     assert (tmp_path / 'run' / 'last.pth.tar').exists()
 
 
-@pytest.mark.parametrize('script, arguments', [
+@pytest.mark.parametrize(('script', 'arguments'), [
     ('benchmark.py', ['--model', CONV, '--device', DEVICE, '-b', '4', '--num-bench-iter', '2', '--num-warm-iter', '1']),
     ('onnx_export.py', ['out.onnx', '--model', ATTN, '--num-classes', '10', '--dynamo', '--check-forward']),
 ])
@@ -219,6 +220,6 @@ def test_scripts_without_plugin_option(tmp_path, script, arguments):
 def test_inference(digits, phase1, tmp_path):
     pytest.importorskip('pandas', reason="timm's inference.py needs it")
     run('-m', 'timm_cmhsa', CLONE / 'inference.py', '--data-dir', digits / 'validation', '--model', CONV,
-        '--num-classes', 10, '--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1, '--checkpoint', phase1 / 'model_best.pth.tar',
+        '--num-classes', 10, *SMALL_IMAGES, '--checkpoint', phase1 / 'model_best.pth.tar',
         '--device', DEVICE, '-j', 1, '--results-dir', tmp_path, '--results-file', 'out', '--results-format', 'json')
     assert any(tmp_path.glob('out*json'))

@@ -1,0 +1,150 @@
+"""timm's `train.py` and `validate.py`, driven through the recipes in examples/cifar100, for table1.py --paper.
+
+Every training has a folder named after everything that it depends on, so that trainings of different settings never
+mix; one that was stopped goes on from its last checkpoint.
+"""
+import csv
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import timm
+import torch
+import yaml
+
+import timm_cmhsa
+
+RECIPES = Path(__file__).parent / 'cifar100'
+TOTAL_BATCH = 128
+PAPER_RATES = ((1e-4, 3e-4, 5e-4), (1e-5, 3e-5, 5e-5, 7e-5))  # of a first and of a second phase
+DEFAULT_RATES = (3e-4, 3e-5)
+VERSIONS = {module.__name__: module.__version__ for module in (torch, timm, timm_cmhsa)}
+# What train.py and validate.py both take; the batch of a validation changes nothing.
+VALIDATION_KEYS = (
+    'model', 'data_dir', 'dataset', 'num_classes', 'img_size', 'in_chans', 'crop_pct', 'mean', 'std', 'interpolation',
+    'device', 'workers', 'amp', 'amp_dtype')
+
+
+class Machine(NamedTuple):
+    """Where trainings run: timm's scripts, processes (one for each GPU), options for all, and the folder of results."""
+    clone: Path
+    num_processes: int
+    options: List[str]
+    output: Path
+
+
+def train_rows(
+        rows: Dict[str, Tuple[str, ...]],
+        machine: Machine,
+        seeds: int,
+        epochs_per_phase: int,
+        search: bool,
+) -> Tuple[Dict[str, List[Dict[str, float]]], Dict[str, Tuple[float, ...]]]:
+    """Train rows of the table, given by the recipes of their phases.
+
+    Returns:
+        Accuracies of all seeds, and the learning rates of the phases, by row.
+    """
+    results, rates = {}, {}
+    for title, recipes in rows.items():
+        epochs = 2 * epochs_per_phase // len(recipes)
+        rates[title] = search_rates(machine, recipes, epochs) if search else DEFAULT_RATES[:len(recipes)]
+        results[title] = [
+            validate(machine, train_phases(machine, recipes, rates[title], seed, epochs)) for seed in range(seeds)]
+    return results, rates
+
+
+def search_rates(machine: Machine, recipes: Tuple[str, ...], epochs: int) -> Tuple[float, ...]:
+    """Phase by phase the paper's best rate with seed 0, by test images: CIFAR-100 has no others."""
+    chosen: Tuple[float, ...] = ()
+    for phase in range(len(recipes)):
+        def top1(rate: float, phase: int = phase, before: Tuple[float, ...] = chosen) -> float:
+            folder = train_phases(machine, recipes[:phase + 1], (*before, rate), 0, epochs)
+            return validate(machine, folder)['top1']
+        chosen += (max(PAPER_RATES[phase], key=top1),)
+    return chosen
+
+
+def train_phases(
+        machine: Machine,
+        recipes: Tuple[str, ...],
+        rates: Tuple[float, ...],
+        seed: int,
+        epochs: int,
+) -> Path:
+    """Train one phase after the other, the second from the first's conversion; the folder of the last."""
+    folder = None
+    for recipe, rate in zip(recipes, rates):
+        folder = train(machine, recipe, seed, rate, epochs, folder and convert(folder))
+    assert folder is not None
+    return folder
+
+
+def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, initial: Optional[Path]) -> Path:
+    """Train by a recipe, or go on where it stopped; the folder with the last checkpoint."""
+    options = ['--seed', seed, '--lr', rate, '--epochs', epochs, '--batch-size', TOTAL_BATCH // machine.num_processes]
+    if machine.num_processes == 1:
+        options += ['--aug-repeats', 0]  # timm repeats augmentations only across processes
+    options += machine.options
+    settings = [load_recipe(recipe), options, initial and initial.parent.name, machine.num_processes, VERSIONS]
+    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
+    folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest}'
+    if epochs_done(folder) < epochs:
+        command = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
+        command += ['--output', folder.parent, '--experiment', folder.name]
+        if initial is not None:
+            command += ['--initial-checkpoint', initial]
+        if (folder / 'last.pth.tar').exists():
+            command += ['--resume', folder / 'last.pth.tar']
+        launch(machine, command)
+    return folder
+
+
+def load_recipe(name: str) -> Dict[str, Any]:
+    return yaml.safe_load((RECIPES / f'{name}.yaml').read_text())
+
+
+def epochs_done(folder: Path) -> int:
+    """Epochs in the summary that train.py keeps, but for one whose checkpoint is not written yet."""
+    summary, last = folder / 'summary.csv', folder / 'last.pth.tar'
+    if not summary.exists() or not last.exists() or last.stat().st_mtime < summary.stat().st_mtime:
+        return 0
+    with open(summary) as f:
+        return 1 + max((int(row['epoch']) for row in csv.DictReader(f)), default=-1)
+
+
+def launch(machine: Machine, options: List[Any]) -> None:
+    command: List[Any] = [sys.executable]
+    if machine.num_processes > 1:
+        command += ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', machine.num_processes]
+    subprocess.run([str(part) for part in (*command, machine.clone / 'train.py', *options)], check=True)
+
+
+def convert(folder: Path) -> Path:
+    """Phase 1's last checkpoint, rewritten for phase 2."""
+    path = folder / 'phase2.safetensors'
+    print(timm_cmhsa.convert_checkpoint(folder / 'last.pth.tar', path, force=True))
+    return path
+
+
+def validate(machine: Machine, folder: Path) -> Dict[str, float]:
+    """Top-1 and top-5 accuracy in percent, of the last checkpoint's own weights, not of their average."""
+    results = folder / 'validation.json'
+    if not results.exists():
+        args = yaml.safe_load((folder / 'args.yaml').read_text())
+        options = ['--split', args['val_split'], '--checkpoint', str(folder / 'last.pth.tar')]
+        for key in VALIDATION_KEYS:
+            if args[key]:
+                values = args[key] if isinstance(args[key], list) else [args[key]]
+                options += [f"--{key.replace('_', '-')}", *(str(value) for value in values if value is not True)]
+        options += ['--model-kwargs', *(f'{key}={value}' for key, value in args['model_kwargs'].items())]
+        scores = folder / 'scores.json'
+        subprocess.run([
+            sys.executable, '-m', 'timm_cmhsa', str(machine.clone / 'validate.py'), *options, '--results-file',
+            str(scores), '--results-format', 'json'], check=True)
+        scores.replace(results)
+    scores = json.loads(results.read_text())
+    return {'top1': float(scores['top1']), 'top5': float(scores['top5'])}
