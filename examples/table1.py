@@ -59,13 +59,11 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     if args.paper:
         results, rates = at_paper_scale(args)
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-        images = torch.randn(TOTAL_BATCH // args.num_processes, 3, 224, 224, device=device)
     else:
         results, rates = on_digits(args)
-        images = torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT)
         plot(results, args.output / 'table1.png')
-    table = markdown(results, rates, create_models(scaled=not args.paper), images)
+    models = create_models(scaled=not args.paper)
+    table = markdown(results, rates, models, time_models(models, args))
     (args.output / 'table1.md').write_text(table)
     print(table)
 
@@ -176,10 +174,25 @@ def create_models(scaled: bool) -> Dict[str, nn.Module]:
             for row in ROWS for model, args in row.phases}
 
 
-def markdown(results: Results, rates: Dict[str, str], models: Dict[str, nn.Module], images: torch.Tensor) -> str:
-    """The table; training times are those of steps on these images, which are measured here."""
+def time_models(models: Dict[str, nn.Module], args: argparse.Namespace) -> Dict[str, float]:
+    """Median seconds of a training step by model; none at the paper's scale without a GPU, where it would take long."""
+    if not args.paper:
+        images = torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT)
+    elif torch.cuda.is_available():
+        images = torch.randn(TOTAL_BATCH // args.num_processes, 3, 224, 224, device='cuda')
+    else:
+        return {}
+    return {name: statistics.median(times) for name, times in training_times(models, images).items()}
+
+
+def markdown(
+        results: Results,
+        rates: Dict[str, str],
+        models: Dict[str, nn.Module],
+        step_seconds: Dict[str, float],
+) -> str:
     shapes = {row.title: shape(models[row.phases[-1][0]]) for row in ROWS}
-    seconds = row_times({name: statistics.median(times) for name, times in training_times(models, images).items()})
+    seconds = row_times(step_seconds) if step_seconds else {}
     head = ['Model', 'L', 'N_H', 'd', 'd_FFN', 'Learning rate']
     head += [f'{key}, {data}' for key in ('Top-1', 'Top-5') for data in results] + ['Training time']
     lines = ['| ' + ' | '.join(head) + ' |', '|---|' + '---:|' * (len(head) - 1)]
@@ -187,7 +200,7 @@ def markdown(results: Results, rates: Dict[str, str], models: Dict[str, nn.Modul
         cells = [row.title, *shapes[row.title], rates[row.title]]
         cells += [spread([result[key] for result in rows[row.title]])
                   for key in ('top1', 'top5') for rows in results.values()]
-        cells.append(f"{seconds[row.title] / seconds['ViT-base']:.2f}x")
+        cells.append(f"{seconds[row.title] / seconds['ViT-base']:.2f}x" if seconds else '-')
         lines.append('| ' + ' | '.join(cells) + ' |')
     num_seeds = len(next(iter(results.values()))[ROWS[0].title])
     return '\n'.join(lines) + f'\n\nMean ± standard deviation over {num_seeds} seeds, %.\n'

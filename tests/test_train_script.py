@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+import yaml
 from timm.models import save_for_hf
 
 from timm_cmhsa import convert_checkpoint
@@ -24,7 +25,7 @@ CLONE = Path(os.environ.get('TIMM_CLONE', ''))
 pytestmark = pytest.mark.skipif(
     'TIMM_CLONE' not in os.environ, reason="needs timm's scripts: set TIMM_CLONE to a clone of pytorch-image-models")
 
-DIGITS = Path(__file__).parents[1] / 'examples' / 'digits.py'
+EXAMPLES = Path(__file__).parents[1] / 'examples'
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 SMALL_IMAGES = ['--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1]
 BACKEND = 'nccl' if torch.cuda.device_count() > 1 else 'gloo'
@@ -42,7 +43,7 @@ def run(*command, **kwargs):
 @pytest.fixture(scope='module')
 def digits(tmp_path_factory):
     folder = tmp_path_factory.mktemp('digits') / 'images'
-    run(DIGITS, folder, '--num-train', 1600, '--canvas', 16)
+    run(EXAMPLES / 'digits.py', folder, '--num-train', 1600, '--canvas', 16)
     return folder
 
 
@@ -223,3 +224,29 @@ def test_inference(digits, phase1, tmp_path):
         '--num-classes', 10, *SMALL_IMAGES, '--checkpoint', phase1 / 'model_best.pth.tar',
         '--device', DEVICE, '-j', 1, '--results-dir', tmp_path, '--results-file', 'out', '--results-format', 'json')
     assert any(tmp_path.glob('out*json'))
+
+
+def test_recipes_name_options_of_train_py():
+    help_text = run(CLONE / 'train.py', '--help')
+    for path in (*EXAMPLES.glob('cifar100/*.yaml'), *EXAMPLES.glob('imagefolder/*.yaml')):
+        for key in yaml.safe_load(path.read_text()):
+            assert re.search(rf'--{key.replace("_", "-")}\b', help_text), f'{path.name}: {key}'
+
+
+def test_table_at_paper_scale(digits, tmp_path):
+    """All rows through the recipes, with their models at full width but of one block, one epoch in each phase."""
+    command = [
+        EXAMPLES / 'table1.py', '--paper', CLONE, '--num-processes', 1, '--epochs-per-phase', 1, '--seeds', 1,
+        '--output', tmp_path, '--', '--dataset', '', '--data-dir', digits, '--num-classes', 10, '--img-size', 32,
+        '--model-kwargs', 'img_size=32', 'depth=1', '--device', DEVICE, '--amp-dtype', 'bfloat16', '-j', 1]
+    stdout = run(*command)
+    table = (tmp_path / 'table1.md').read_text()
+    assert table in stdout
+    rows = [line.split('|') for line in table.splitlines()[2:10]]
+    assert [row[1].strip() for row in rows] == [
+        'ViT-base', 'DeiT-small', 'DeiT-base', 'CMHSA-3 (1st phase)', 'CMHSA-5 (1st phase)', 'CMHSA (2nd phase)',
+        'CMHSA-3', 'CMHSA-5']
+    assert len(list((tmp_path / 'cifar100').iterdir())) == 10
+    started = time.time()
+    assert table in run(*command)
+    assert all(path.stat().st_mtime < started for path in tmp_path.glob('cifar100/*/*'))
