@@ -82,8 +82,8 @@ def parse_args() -> argparse.Namespace:
     add('options', nargs='*', help='after --, more options for every train.py, such as --data-dir DIR')
     args = parser.parse_args()
     largest = NUM_IMAGES - NUM_TEST - NUM_VALIDATION
-    if not all(BATCH_SIZE <= size <= largest for size in args.sizes) or args.seeds < 1:
-        parser.error(f'--sizes must be between {BATCH_SIZE} and {largest}, --seeds at least 1')
+    if not all(BATCH_SIZE <= size <= largest for size in args.sizes):
+        parser.error(f'--sizes must be between {BATCH_SIZE} and {largest}')
     check_options(parser, args)
     if args.images_per_phase < max(args.sizes):
         parser.error('--images-per-phase must be at least the largest of --sizes')
@@ -110,8 +110,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.seeds < 1:
         parser.error('--seeds must be at least 1')
-    if len(args.learning_rates) > 1 and args.images_per_phase < TUNING_SIZE:
-        parser.error(f'--images-per-phase must be at least {TUNING_SIZE}, or give one of --learning-rates')
+    if args.images_per_phase < TUNING_SIZE:
+        parser.error(f'--images-per-phase must be at least {TUNING_SIZE}')
 
 
 def on_digits(args: argparse.Namespace) -> Tuple[Results, Dict[str, str]]:
@@ -130,6 +130,8 @@ def at_paper_scale(args: argparse.Namespace) -> Tuple[Results, Dict[str, str]]:
 
 def choose_rates(args: argparse.Namespace) -> Dict[str, float]:
     """Every row's best learning rate; that of two phases is phase 2's, phase 1 takes that of the first phase alone."""
+    if len(args.learning_rates) == 1:
+        return {row.title: args.learning_rates[0] for row in ROWS}
     rates: Dict[str, float] = {}
     for rows in ([row for row in ROWS if len(row.phases) == 1], [row for row in ROWS if len(row.phases) == 2]):
         runs = [plan(row, {**rates, row.title: rate}, TUNING_SIZE, seed, args.images_per_phase)

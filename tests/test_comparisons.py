@@ -1,0 +1,106 @@
+"""table1.py, figure2.py and phase2_starts.py on the digits, as a user runs them, with very little training."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+EXAMPLES = Path(__file__).parents[1] / 'examples'
+LITTLE = ['--seeds', '1', '--images-per-phase', '300', '--learning-rates', '2e-3']
+
+
+def run(script, *arguments):
+    return subprocess.run(
+        [sys.executable, '-W', 'ignore', EXAMPLES / script, *map(str, arguments)], capture_output=True, text=True)
+
+
+@pytest.fixture(scope='module')
+def output(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('comparisons')
+    result = run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', folder)
+    assert result.returncode == 0, result.stderr
+    assert (folder / 'table1.md').read_text() in result.stdout
+    return folder
+
+
+def results(output):
+    return {path: json.loads(path.read_text()) for path in output.glob('runs/*/result.json')}
+
+
+def test_table_has_every_row_at_every_size(output):
+    lines = (output / 'table1.md').read_text().splitlines()
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines[2:10]]
+    assert [row[:5] for row in rows] == [
+        ['ViT-base', '6', '4', '64', '256'],
+        ['DeiT-small', '6', '2', '32', '128'],
+        ['DeiT-base', '6', '4', '64', '256'],
+        ['CMHSA-3 (1st phase)', '3', '-', '64', '256'],
+        ['CMHSA-5 (1st phase)', '3', '-', '64', '256'],
+        ['CMHSA (2nd phase)', '3', '9', '64', '256'],
+        ['CMHSA-3', '3', '9', '64', '256'],
+        ['CMHSA-5', '3', '9', '64', '256'],
+    ]
+    assert all(len(row) == 11 and row[5] == '0.002' for row in rows)
+    assert rows[0][-1] == '1.00x'
+    assert min(Image.open(output / 'table1.png').size) > 300
+
+
+def test_rows_are_trained_alike(output):
+    """As many images in all, half of them in each of two phases; phase 2 starts as phase 1 ends."""
+    by_name = {path.parent.name: result for path, result in results(output).items()}
+    assert len(by_name) == 2 * (6 + 2 * 2)
+    for result in by_name.values():
+        stage, size, _, augment, phase1, *_ = result['settings']
+        single = phase1 is None and stage[1] not in ('CMHSA-3', 'CMHSA-5')
+        assert stage[4] * size == (600 if single else 300)
+        assert augment == (stage[1] != 'ViT-base') == (stage[7] > 0)
+        if phase1 is not None:
+            before = next(other for other in by_name.values() if other['settings'] == phase1)
+            assert before['test']['top1'] == result['before']['top1']
+            assert before['test']['loss'] == pytest.approx(result['before']['loss'], abs=1e-5)
+
+
+def test_done_runs_are_not_done_again_and_settings_do_not_mix(output):
+    before = {path: path.stat().st_mtime_ns for path in results(output)}
+    again = run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', output)
+    assert again.returncode == 0
+    assert {path: path.stat().st_mtime_ns for path in results(output)} == before
+    other = run('table1.py', *LITTLE, '--images-per-phase', 320, '--sizes', 20, '--output', output)
+    assert other.returncode == 0
+    assert len(results(output)) == len(before) + 10
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+
+def test_figure2(output):
+    result = run('figure2.py', *LITTLE, '--output', output)
+    assert result.returncode == 0, result.stderr
+    for title in ('converted, with', 'converted, without', 'random, with', 'random, without'):
+        assert f'| {title} warm-up |' in result.stdout
+    assert min(Image.open(output / 'figure2.png').size) > 300
+
+
+def test_starts_of_phase2(output):
+    result = run('phase2_starts.py', *LITTLE, '--output', output)
+    assert result.returncode == 0, result.stderr
+    rows = {line.split('|')[1].strip(): line for line in result.stdout.splitlines() if line.startswith('|')}
+    exact, spare, soft = (rows[title].split('|') for title in ('exact', 'exact, 3 spare heads', 'sharpness 8'))
+    assert exact[3] == spare[3]
+    assert exact[5] == spare[5]
+    assert len(soft) == len(exact) == 8
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    (['--sizes', 10], '--sizes must be between 20 and 900'),
+    (['--seeds', 0], '--seeds must be at least 1'),
+    (['--images-per-phase', 299], '--images-per-phase must be at least 300'),
+    (['--images-per-phase', 500], '--images-per-phase must be at least the largest of --sizes'),
+    (['--paper', 'nowhere'], 'nowhere has no train.py'),
+    (['--num-processes', 3], 'must divide the batch of 128'),
+])
+def test_bad_options(tmp_path, arguments, message):
+    result = run('table1.py', *arguments, '--output', tmp_path / 'out')
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert not (tmp_path / 'out').exists()
