@@ -48,6 +48,18 @@ def digits(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope='module')
+def few(digits, tmp_path_factory):
+    """The first of the digits."""
+    folder = tmp_path_factory.mktemp('few')
+    for split, number in (('train', 13), ('validation', 3)):
+        for label in range(10):
+            (folder / split / str(label)).mkdir(parents=True)
+            for image in sorted((digits / split / str(label)).iterdir())[:number]:
+                shutil.copy(image, folder / split / str(label))
+    return folder
+
+
 def options(digits, output, model, *extra):
     """Of train.py; what comes last counts."""
     return [
@@ -247,14 +259,22 @@ def test_recipes_name_options_of_train_py():
             assert re.search(rf'--{key.replace("_", "-")}\b', help_text), f'{path.name}: {key}'
 
 
-def test_table_at_paper_scale(digits, tmp_path):
+def test_recipe_for_own_images(few, tmp_path):
+    def phase(name, model, *extra):
+        run(CLONE / 'train.py', '--config', EXAMPLES / 'imagefolder' / f'{name}.yaml', '--data-dir', few,
+            '--num-classes', 10, '--experiment', name, '--output', tmp_path, '--model', model, '--epochs', 1, '-b', 65,
+            '--device', DEVICE, '-j', 1, *extra)
+
+    phase('phase1', CONV)
+    report = convert_checkpoint(
+        tmp_path / 'phase1' / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', images=few / 'validation')
+    assert report.num_real_images == 30
+    phase('phase2', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors')
+    assert (tmp_path / 'phase2' / 'model_best.pth.tar').exists()
+
+
+def test_table_at_paper_scale(few, tmp_path):
     """All rows through the recipes, with their models at full width but of one block, one epoch in each phase."""
-    few = tmp_path / 'few'
-    for split, number in (('train', 13), ('validation', 3)):
-        for label in range(10):
-            (few / split / str(label)).mkdir(parents=True)
-            for image in sorted((digits / split / str(label)).iterdir())[:number]:
-                shutil.copy(image, few / split / str(label))
     command = [
         EXAMPLES / 'table1.py', '--paper', CLONE, '--num-processes', 1, '--epochs-per-phase', 1, '--seeds', 1,
         '--output', tmp_path / 'out', '--', '--dataset', '', '--data-dir', few, '--num-classes', 10, '--img-size', 32,
