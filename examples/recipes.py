@@ -78,27 +78,27 @@ def train_phases(
     """Train one phase after the other, the second from the first's conversion; the folder of the last."""
     folder = None
     for recipe, rate in zip(recipes, rates):
-        folder = train(machine, recipe, seed, rate, epochs, folder and convert(folder))
+        folder = train(machine, recipe, seed, rate, epochs, folder)
     assert folder is not None
     return folder
 
 
-def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, initial: Optional[Path]) -> Path:
-    """Train by a recipe, or go on where it stopped; the folder with the last checkpoint."""
+def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, phase1: Optional[Path]) -> Path:
+    """Train by a recipe, from the conversion of phase 1 if there was one; the folder with the last checkpoint."""
     options = ['--seed', seed, '--lr', rate, '--epochs', epochs, '--batch-size', TOTAL_BATCH // machine.num_processes]
     if machine.num_processes == 1:
         options += ['--aug-repeats', 0]  # timm repeats augmentations only across processes
     options += machine.options
-    settings = [load_recipe(recipe), options, initial and initial.parent.name, machine.num_processes, VERSIONS]
+    settings = [load_recipe(recipe), options, phase1 and phase1.name, machine.num_processes, VERSIONS]
     digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
     folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest}'
     if epochs_done(folder) < epochs:
         command = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
         command += ['--output', folder.parent, '--experiment', folder.name]
-        if initial is not None:
-            command += ['--initial-checkpoint', initial]
         if (folder / 'last.pth.tar').exists():
             command += ['--resume', folder / 'last.pth.tar']
+        elif phase1 is not None:
+            command += ['--initial-checkpoint', convert(phase1)]
         launch(machine, command)
     return folder
 
