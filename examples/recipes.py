@@ -112,8 +112,8 @@ def epochs_done(folder: Path) -> int:
     summary, last = folder / 'summary.csv', folder / 'last.pth.tar'
     if not summary.exists() or not last.exists() or last.stat().st_mtime < summary.stat().st_mtime:
         return 0
-    with open(summary) as f:
-        return 1 + max((int(row['epoch']) for row in csv.DictReader(f)), default=-1)
+    with open(summary) as f:  # a resumed training writes its header once more
+        return 1 + max((int(row['epoch']) for row in csv.DictReader(f) if row['epoch'].isdigit()), default=-1)
 
 
 def launch(machine: Machine, options: List[Any]) -> None:

@@ -1,9 +1,11 @@
 """The recipes say what the paper says, and say it alike."""
+import os
 from pathlib import Path
 
 import pytest
 import timm
 import yaml
+from recipes import DEFAULT_RATES, epochs_done
 
 import timm_cmhsa  # noqa: F401  registers the models
 
@@ -27,7 +29,7 @@ def test_there_is_a_recipe_for_every_phase_and_baseline():
 def test_recipe_is_appendix_b(name):
     recipe = RECIPES[name]
     phase, second = name.startswith('cmhsa'), name == 'cmhsa_attn'
-    expected = dict(COMMON, epochs=200 if phase else 400, lr=3e-5 if second else 3e-4)
+    expected = dict(COMMON, epochs=200 if phase else 400, lr=DEFAULT_RATES[second])
     if name != 'vit_base':
         expected.update(DEIT)
     assert {key: recipe.get(key) for key in expected} == expected
@@ -52,3 +54,15 @@ def test_own_images_second_phase_goes_on_as_the_first():
     for index, phase in enumerate(('phase1', 'phase2')):
         assert {key: OWN[phase][key] for key in free} == {key: values[index] for key, values in free.items()}
     assert {**OWN['phase1'], 'model': '', 'lr': 0} == {**OWN['phase2'], 'model': '', 'lr': 0}
+
+
+def test_epochs_done_counts_what_has_a_checkpoint(tmp_path):
+    summary, last = tmp_path / 'summary.csv', tmp_path / 'last.pth.tar'
+    assert epochs_done(tmp_path) == 0
+    summary.write_text('epoch,eval_top1\n0,10.0\n1,11.0\nepoch,eval_top1\n2,12.0\n')  # as train.py resumes
+    assert epochs_done(tmp_path) == 0
+    last.write_bytes(b'')
+    os.utime(summary, (1, 1))
+    assert epochs_done(tmp_path) == 3
+    os.utime(last, (0, 0))
+    assert epochs_done(tmp_path) == 0
