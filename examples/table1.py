@@ -226,21 +226,21 @@ def spread(values: Sequence[float]) -> str:
 
 def plot(results: Results, path: Path) -> None:
     """Top-1 accuracy against the number of training images, with the spread over seeds."""
-    figure, axis = plt.subplots(figsize=(7, 5), layout='constrained')
-    styles = ('k:', 'C7--', 'k--', 'C0-.', 'C1-.', 'C2-', 'C0-', 'C1-')
+    figure, axis = plt.subplots(figsize=(9, 5), layout='constrained')
+    styles = ('kv:', 'C7s--', 'ko--', 'C0<:', 'C1>:', 'C2D-', 'C0o-', 'C1o-')
     sizes = [int(data.split()[0]) for data in results]
     for index, (row, style) in enumerate(zip(ROWS, styles)):
         accuracies = [[result['top1'] for result in rows[row.title]] for rows in results.values()]
         spreads = [statistics.stdev(values) if len(values) > 1 else 0. for values in accuracies]
-        places = [size * 1.02 ** (index - 3.5) for size in sizes]  # side by side, so that the bars can be told apart
+        places = [size * 1.04 ** (index - 3.5) for size in sizes]  # side by side, so that the bars can be told apart
         axis.errorbar(
-            places, [statistics.mean(values) for values in accuracies], spreads, fmt=style, marker='o', capsize=2,
+            places, [statistics.mean(values) for values in accuracies], spreads, fmt=style, capsize=2,
             label=row.title)
     axis.set(xscale='log', xlabel='training images', ylabel='top-1 accuracy, %')
     axis.set_xticks(sizes, [str(size) for size in sizes])
     axis.minorticks_off()
     axis.grid(alpha=0.3)
-    axis.legend()
+    figure.legend(loc='outside right upper')
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
