@@ -26,6 +26,8 @@ def main() -> None:
     add('--repeats', type=int, default=10, help='timed steps (default: %(default)s)')
     add('--amp', action='store_true', help='autocast to bfloat16')
     args = parser.parse_args()
+    if args.repeats < 1 or (args.batch_size is not None and args.batch_size < 1):
+        parser.error('--repeats and --batch-size must be positive')
     batch_size = args.batch_size or (8 if args.device == 'cpu' else 32)
 
     models = create_models(scaled=False)
@@ -33,7 +35,8 @@ def main() -> None:
     times = training_times(models, images, args.repeats, args.amp)
     seconds = row_times({name: statistics.median(values) for name, values in times.items()})
 
-    device = torch.cuda.get_device_name() if images.is_cuda else f'{torch.get_num_threads()} threads of the CPU'
+    threads = f'{args.device}, {torch.get_num_threads()} threads'
+    device = torch.cuda.get_device_name(images.device) if images.is_cuda else threads
     precision = 'bfloat16 (AMP)' if args.amp else 'float32'
     print(f'{device}, {precision}, batch of {batch_size}, {args.repeats} steps; Python {platform.python_version()}, '
           f'torch {torch.__version__}, timm {timm.__version__}\n')

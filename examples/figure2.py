@@ -1,8 +1,8 @@
 """Figure 2 of the paper, phase 2 with and without warm-up: python examples/figure2.py
 
 Validation loss of the attention model on 300 digits, from the converted phase 1 and from a random start, with and
-without a warm-up of the learning rate, which is otherwise that of CMHSA-5 in table1.py for all four; mean and spread of
-5 seeds. The runs that table1.py has done are not done again.
+without a warm-up of the learning rate, which is otherwise that of CMHSA-5 in table1.py for all four; mean and range of
+5 seeds. Phase 1 and the choice of the rate are those of table1.py, and not done again.
 """
 import argparse
 from pathlib import Path

@@ -1,8 +1,8 @@
 """Where should phase 2 start: sharpness, spare heads, zero key? python examples/phase2_starts.py
 
 Phase 2 of CMHSA-3 and CMHSA-5 as in table1.py, on 300 digits with 5 seeds, from the same phase-1 models. Every start
-has its own best learning rate of the same few, by the validation images of one more seed. The runs that table1.py has
-done are not done again.
+has its own best learning rate of the same few, by the validation images of one more seed; attention alone has that of
+table1.py, with and without a zero key. The runs that table1.py has done are not done again.
 """
 import argparse
 import statistics

@@ -1,6 +1,6 @@
 """timm's `train.py` and `validate.py`, driven through the recipes in examples/cifar100, for table1.py --paper.
 
-Every training has a folder named after everything that it depends on, so that trainings of different settings never
+Every training has a folder named after its recipe, options, processes and versions, so that trainings that differ never
 mix; one that was stopped goes on from its last checkpoint.
 """
 import csv
@@ -19,13 +19,15 @@ import timm_cmhsa
 
 RECIPES = Path(__file__).parent / 'cifar100'
 TOTAL_BATCH = 128
-PAPER_RATES = ((1e-4, 3e-4, 5e-4), (1e-5, 3e-5, 5e-5, 7e-5))  # of a first and of a second phase
+# Of a first and of a second phase. The paper does not say what rows of one phase try: here, what a first phase does.
+PAPER_RATES = ((1e-4, 3e-4, 5e-4), (1e-5, 3e-5, 5e-5, 7e-5))
 DEFAULT_RATES = (3e-4, 3e-5)
 VERSIONS = {module.__name__: module.__version__ for module in (torch, timm, timm_cmhsa)}
 # What train.py and validate.py both take; the batch of a validation changes nothing.
 VALIDATION_KEYS = (
-    'model', 'data_dir', 'dataset', 'num_classes', 'img_size', 'in_chans', 'crop_pct', 'mean', 'std', 'interpolation',
-    'device', 'workers', 'amp', 'amp_dtype')
+    'model', 'data_dir', 'dataset', 'class_map', 'input_key', 'target_key', 'input_img_mode', 'num_classes', 'gp',
+    'img_size', 'input_size', 'in_chans', 'crop_pct', 'mean', 'std', 'interpolation', 'device', 'workers', 'amp',
+    'amp_dtype', 'model_dtype', 'channels_last')
 
 
 class Machine(NamedTuple):
@@ -58,7 +60,7 @@ def train_rows(
 
 
 def search_rates(machine: Machine, recipes: Tuple[str, ...], epochs: int) -> Tuple[float, ...]:
-    """Phase by phase the paper's best rate with seed 0, by test images: CIFAR-100 has no others."""
+    """Phase by phase the best of the paper's rates with seed 0, by the test images: CIFAR-100 has no others."""
     chosen: Tuple[float, ...] = ()
     for phase in range(len(recipes)):
         def top1(rate: float, phase: int = phase, before: Tuple[float, ...] = chosen) -> float:
@@ -95,8 +97,9 @@ def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, ph
     if epochs_done(folder) < epochs:
         command = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
         command += ['--output', folder.parent, '--experiment', folder.name]
-        if (folder / 'last.pth.tar').exists():
-            command += ['--resume', folder / 'last.pth.tar']
+        checkpoints = sorted(folder.glob('*.pth.tar'), key=lambda path: path.stat().st_mtime)
+        if checkpoints:  # the newest: between two epochs there is a moment without a last.pth.tar
+            command += ['--resume', checkpoints[-1]]
         elif phase1 is not None:
             command += ['--initial-checkpoint', convert(phase1)]
         launch(machine, command)
@@ -137,7 +140,7 @@ def validate(machine: Machine, folder: Path) -> Dict[str, float]:
         args = yaml.safe_load((folder / 'args.yaml').read_text())
         options = ['--split', args['val_split'], '--checkpoint', str(folder / 'last.pth.tar')]
         for key in VALIDATION_KEYS:
-            if args[key]:
+            if args.get(key):
                 values = args[key] if isinstance(args[key], list) else [args[key]]
                 options += [f"--{key.replace('_', '-')}", *(str(value) for value in values if value is not True)]
         options += ['--model-kwargs', *(f'{key}={value}' for key, value in args['model_kwargs'].items())]

@@ -1,9 +1,9 @@
 """Many trainings on the digits, side by side, for the examples that compare: each is done once, in a folder of its own.
 
 A digit fills its image of 16 x 16 pixels, so that small models learn from few images in less than a minute. The name of
-the folder is made from everything that the result depends on: runs of different settings never mix, and a comparison
-that was stopped goes on where it stopped. The test images are the same in all runs and choose nothing: learning rates
-are chosen on validation images.
+the folder is made from a run's settings and the versions of torch and timm: runs that differ never mix, and what was
+stopped goes on where it stopped. The test images are the same in all runs and choose nothing: learning rates are chosen
+on validation images.
 """
 import hashlib
 import json
@@ -26,6 +26,7 @@ from two_phase import BATCH_SIZE, Stage, create, evaluate, train, write_whole
 import timm_cmhsa
 
 NUM_TEST, NUM_VALIDATION = 597, 300
+MAX_WORKERS = 16
 VERSIONS = {module.__name__: module.__version__ for module in (torch, torchvision, timm, timm_cmhsa)}
 
 
@@ -46,32 +47,39 @@ class Run(NamedTuple):
         return f'{self.stage.name}-n{self.num_train}-seed{self.seed}-lr{self.stage.lr:g}-{digest}'
 
 
-def run_all(runs: List[Run], output: Path, title: str, device: str = 'cpu') -> List[Dict[str, Any]]:
-    """Results in the order of the runs; what is done already is read, the rest is done on every core at a time."""
+def run_all(runs: List[Run], output: Path, title: str) -> List[Dict[str, Any]]:
+    """Results in the order of the runs; what is done already is read, the rest is done on all cores.
+
+    Only one process at a time may work in an output folder.
+    """
     before = [run.phase1 for run in runs if run.phase1 is not None]
     if before:
-        run_all(before, output, f'{title}: phase 1', device)
+        run_all(before, output, f'{title}: phase 1')
     todo = [run for run in {run.name: run for run in runs}.values() if not (output / run.name / 'result.json').exists()]
-    workers = min(os.cpu_count() or 1, len(todo))
+    workers = min(os.cpu_count() or 1, MAX_WORKERS, len(todo))
     if todo:
         os.environ['TQDM_DISABLE'] = '1'  # of the other processes
         with ProcessPoolExecutor(workers, mp_context=get_context('spawn')) as pool:
-            futures = [pool.submit(do, run, output, device) for run in todo]
-            for future in tqdm(as_completed(futures), title, total=len(futures)):
-                future.result()
+            futures = [pool.submit(do, run, output) for run in todo]
+            try:
+                for future in tqdm(as_completed(futures), title, total=len(futures)):
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
     return [json.loads((output / run.name / 'result.json').read_text()) for run in runs]
 
 
-def do(run: Run, output: Path, device_name: str) -> None:
+def do(run: Run, output: Path) -> None:
     """Train one run and write its result."""
     torch.set_num_threads(1)
-    folder, device = output / run.name, torch.device(device_name)
+    folder, device = output / run.name, torch.device('cpu')
     folder.mkdir(parents=True, exist_ok=True)
     train_data, validation_data, test_data = split_digits(run)
     model = create(run.stage, run.seed) if run.phase1 is None else convert(run, output)
     if not run.zero_key:
         remove_zero_keys(model)
-    before = evaluate(model.to(device), test_data, device)
+    before = evaluate(model, test_data, device)
     model, history = train(run.stage, model, train_data, validation_data, folder, run.seed, device)
     result = dict(
         validation=evaluate(model, validation_data, device),

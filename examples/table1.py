@@ -2,7 +2,8 @@
 
 By default every row is a scaled-down model on the digits, trained on 100, 300 and 900 images with 5 seeds: about two
 hours on 2 cores. All rows see as many images in training, two-phase rows half of them in each phase. A row's learning
-rate is its own best of the same few, by validation images of two more seeds. `--paper TIMM` is the paper's scale: it
+rate is its own best of the same few, by validation images of two more seeds; of two-phase rows that is phase 2's, and
+phase 1 has the rate of the row of the first phase alone. `--paper TIMM` is the paper's scale: it
 drives `train.py` of TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100.
 
 The output folder gets the table and the plot. What was stopped goes on where it stopped.
@@ -10,7 +11,7 @@ The output folder gets the table and the plot. What was stopped goes on where it
 import argparse
 import statistics
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import matplotlib
 import timm
@@ -63,7 +64,8 @@ def main() -> None:
         results, rates = on_digits(args)
         plot(results, args.output / 'table1.png')
     models = create_models(scaled=not args.paper)
-    table = markdown(results, rates, models, time_models(models, args))
+    # At the paper's scale, benchmarks/training_time.py measures the times.
+    table = markdown(results, rates, models, None if args.paper else time_rows(models))
     (args.output / 'table1.md').write_text(table)
     print(table)
 
@@ -87,13 +89,26 @@ def parse_args() -> argparse.Namespace:
     check_options(parser, args)
     if args.images_per_phase < max(args.sizes):
         parser.error('--images-per-phase must be at least the largest of --sizes')
-    if args.paper and not (args.paper / 'train.py').is_file():
-        parser.error(f'--paper {args.paper} has no train.py: give a clone of pytorch-image-models')
-    if not 1 <= args.num_processes <= TOTAL_BATCH or TOTAL_BATCH % args.num_processes:
-        parser.error(f'--num-processes must divide the batch of {TOTAL_BATCH}')
+    if args.paper:
+        check_paper_options(parser, args)
+    elif args.options:
+        parser.error(f'options for train.py ({" ".join(args.options)}) need --paper')
+    return args
+
+
+def check_paper_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if not all((args.paper / script).is_file() for script in ('train.py', 'validate.py')):
+        parser.error(f'--paper {args.paper} has no train.py and validate.py: give a clone of pytorch-image-models')
+    version_file = args.paper / 'timm' / 'version.py'  # train.py imports the timm beside it, not the installed one
+    if version_file.exists() and f"'{timm.__version__}'" not in version_file.read_text():
+        parser.error(f'--paper {args.paper} is not timm {timm.__version__}, which is installed: check out its tag')
+    if args.num_processes < 1 or TOTAL_BATCH % (2 * args.num_processes):
+        parser.error(f'--num-processes must divide the batch of {TOTAL_BATCH} into even ones, as Mixup needs')
     if args.epochs_per_phase < 1:
         parser.error('--epochs-per-phase must be positive')
-    return args
+    ours = {'--seed', '--lr', '--epochs', '--batch-size', '-b', '--output', '--experiment', '--resume', '--config'}
+    if ours & set(args.options):
+        parser.error(f'after --, {" ".join(sorted(ours & set(args.options)))} is set by table1.py itself')
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +127,8 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace) -> 
         parser.error('--seeds must be at least 1')
     if args.images_per_phase < TUNING_SIZE:
         parser.error(f'--images-per-phase must be at least {TUNING_SIZE}')
+    if min(args.learning_rates) <= 0:
+        parser.error('--learning-rates must be positive')
 
 
 def on_digits(args: argparse.Namespace) -> Tuple[Results, Dict[str, str]]:
@@ -156,7 +173,7 @@ def train_all(rates: Dict[str, float], args: argparse.Namespace) -> Results:
 def plan(row: Row, rates: Dict[str, float], size: int, seed: int, images: int) -> Run:
     """The run of a row's last phase, with that of its first if there are two."""
     epochs = images // size * (2 if len(row.phases) == 1 else 1)
-    regularisation = {} if row.deit else dict(weight_decay=0., smoothing=0.)
+    regularisation = {} if row.deit else dict(weight_decay=0., smoothing=0.)  # nor the crops, below
 
     def run(phase: int, rate: float, **kwargs: Any) -> Run:
         model, model_args = row.phases[phase]
@@ -176,25 +193,19 @@ def create_models(scaled: bool) -> Dict[str, nn.Module]:
             for row in ROWS for model, args in row.phases}
 
 
-def time_models(models: Dict[str, nn.Module], args: argparse.Namespace) -> Dict[str, float]:
-    """Median seconds of a training step by model; none at the paper's scale without a GPU, where it would take long."""
-    if not args.paper:
-        images = torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT)
-    elif torch.cuda.is_available():
-        images = torch.randn(TOTAL_BATCH // args.num_processes, 3, 224, 224, device='cuda')
-    else:
-        return {}
-    return {name: statistics.median(times) for name, times in training_times(models, images).items()}
+def time_rows(models: Dict[str, nn.Module]) -> Dict[str, float]:
+    """Seconds of a training step of every row, scaled down, with two-phase rows as the mean of both."""
+    times = training_times(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT))
+    return row_times({name: statistics.median(values) for name, values in times.items()})
 
 
 def markdown(
         results: Results,
         rates: Dict[str, str],
         models: Dict[str, nn.Module],
-        step_seconds: Dict[str, float],
+        seconds: Optional[Dict[str, float]],
 ) -> str:
     shapes = {row.title: shape(models[row.phases[-1][0]]) for row in ROWS}
-    seconds = row_times(step_seconds) if step_seconds else {}
     head = ['Model', 'L', 'N_H', 'd', 'd_FFN', 'Learning rate']
     head += [f'{key}, {data}' for key in ('Top-1', 'Top-5') for data in results] + ['Training time']
     lines = ['| ' + ' | '.join(head) + ' |', '|---|' + '---:|' * (len(head) - 1)]
@@ -205,7 +216,7 @@ def markdown(
         cells.append(f"{seconds[row.title] / seconds['ViT-base']:.2f}x" if seconds else '-')
         lines.append('| ' + ' | '.join(cells) + ' |')
     num_seeds = len(next(iter(results.values()))[ROWS[0].title])
-    return '\n'.join(lines) + f'\n\nMean ± standard deviation over {num_seeds} seeds, %.\n'
+    return '\n'.join(lines) + (f'\n\nMean ± standard deviation over {num_seeds} seeds, %.\n' if num_seeds > 1 else '\n')
 
 
 def shape(model: Any) -> List[str]:
@@ -221,7 +232,7 @@ def row_times(seconds: Dict[str, float]) -> Dict[str, float]:
 
 
 def spread(values: Sequence[float]) -> str:
-    return f'{statistics.mean(values):.1f} ± {statistics.stdev(values) if len(values) > 1 else 0:.1f}'
+    return f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}' if len(values) > 1 else f'{values[0]:.1f}'
 
 
 def plot(results: Results, path: Path) -> None:

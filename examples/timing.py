@@ -36,6 +36,6 @@ def training_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callable
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if images.is_cuda:
-            torch.cuda.synchronize()
+        if images.device.type != 'cpu':
+            torch.accelerator.synchronize()
     return step

@@ -1,19 +1,27 @@
 """table1.py, figure2.py and phase2_starts.py on the digits, as a user runs them, with very little training."""
+import argparse
 import json
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import table1
+import torch
+from digits import DIGIT, place_digits
 from PIL import Image
+from runs import Run, split_digits
+from two_phase import Stage
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'
 LITTLE = ['--seeds', '1', '--images-per-phase', '300', '--learning-rates', '2e-3']
 
 
-def run(script, *arguments):
+def run(script, *arguments, cwd=None):
     return subprocess.run(
-        [sys.executable, '-W', 'ignore', EXAMPLES / script, *map(str, arguments)], capture_output=True, text=True)
+        [sys.executable, '-W', 'ignore', EXAMPLES / script, *map(str, arguments)], capture_output=True, text=True,
+        cwd=cwd)
 
 
 @pytest.fixture(scope='module')
@@ -74,14 +82,19 @@ def test_done_runs_are_not_done_again_and_settings_do_not_mix(output):
 
 
 def test_figure2(output):
+    before = set(results(output))
     result = run('figure2.py', *LITTLE, '--output', output)
     assert result.returncode == 0, result.stderr
     for title in ('converted, with', 'converted, without', 'random, with', 'random, without'):
         assert f'| {title} warm-up |' in result.stdout
     assert min(Image.open(output / 'figure2.png').size) > 300
+    settings = [result['settings'] for path, result in results(output).items() if path not in before]
+    curves = sorted((run[0][6], run[4] is not None) for run in settings if run[0][0] == 'cmhsa_attn')
+    assert curves == [(0, False), (0, True), (1, False), (1, True)]  # epochs of warm-up, converted
 
 
 def test_starts_of_phase2(output):
+    before = set(results(output))
     result = run('phase2_starts.py', *LITTLE, '--output', output)
     assert result.returncode == 0, result.stderr
     rows = {line.split('|')[1].strip(): line for line in result.stdout.splitlines() if line.startswith('|')}
@@ -89,6 +102,43 @@ def test_starts_of_phase2(output):
     assert exact[3] == spare[3]
     assert exact[5] == spare[5]
     assert len(soft) == len(exact) == 8
+    for path, run_result in results(output).items():
+        if path not in before and run_result['settings'][0][0] == 'cmhsa_attn':
+            weights = torch.load(path.parent / 'cmhsa_attn' / 'last.pth.tar', weights_only=False)['state_dict']
+            stage, *_, sharpness, zero_key = run_result['settings']
+            bias = weights['blocks.0.attn.rel_pos.zero_key_bias']
+            assert len(bias) == stage[3].get('num_heads', 9)
+            assert bool((bias == -1e4).all()) != zero_key
+            if sharpness is not None:
+                assert bias.max() == pytest.approx(sharpness / 2, abs=0.5)
+
+
+def test_the_best_rate_is_chosen_on_seeds_of_its_own(tmp_path, monkeypatch):
+    """Of two rates, one of which cannot learn, every row chooses the other; images, seeds and runs here are few."""
+    monkeypatch.setattr(table1, 'TUNING_SIZE', 40)
+    args = argparse.Namespace(learning_rates=[1e-12, 2e-3], images_per_phase=1200, output=tmp_path)
+    rows = [row for row in table1.ROWS if 'CMHSA-3' in row.title]
+    monkeypatch.setattr(table1, 'ROWS', rows)
+    assert table1.choose_rates(args) == {'CMHSA-3 (1st phase)': 2e-3, 'CMHSA-3': 2e-3}
+    assert {result['settings'][2] for result in results(tmp_path).values()} == {100, 101}
+
+
+def test_training_validation_and_test_images_are_disjoint():
+    seen = []
+    for seed in (0, 1):
+        run_ = Run(Stage('x', 'x', 'x', {}, 1, 1e-3), 900, seed)
+        images, _ = place_digits(np.random.RandomState(seed), canvas=DIGIT)
+        index = {}
+        for number, image in enumerate(images):
+            index.setdefault(image.tobytes(), set()).add(number)
+        assert all(len(numbers) == 1 for numbers in index.values())
+        parts = [[index[image.tobytes()] for image in data.images] for data in split_digits(run_)]
+        numbers = [set().union(*part) for part in parts]
+        assert [len(part) for part in numbers] == [900, 300, 597]
+        assert len(set().union(*numbers)) == 1797
+        seen.append(numbers)
+    assert seen[0][2] == seen[1][2]
+    assert seen[0][0] != seen[1][0]
 
 
 @pytest.mark.parametrize(('arguments', 'message'), [
@@ -97,10 +147,15 @@ def test_starts_of_phase2(output):
     (['--images-per-phase', 299], '--images-per-phase must be at least 300'),
     (['--images-per-phase', 500], '--images-per-phase must be at least the largest of --sizes'),
     (['--paper', 'nowhere'], 'nowhere has no train.py'),
-    (['--num-processes', 3], 'must divide the batch of 128'),
+    (['--learning-rates', 0], '--learning-rates must be positive'),
+    (['--', '--lr', 1], 'need --paper'),
+    (['--paper', '.', '--num-processes', 3], 'must divide the batch of 128'),
+    (['--paper', '.', '--', '--lr', 1], '--lr is set by table1.py itself'),
 ])
 def test_bad_options(tmp_path, arguments, message):
-    result = run('table1.py', *arguments, '--output', tmp_path / 'out')
+    for script in ('train.py', 'validate.py'):
+        (tmp_path / script).touch()
+    result = run('table1.py', '--output', tmp_path / 'out', *arguments, cwd=tmp_path)
     assert result.returncode == 2
     assert message in result.stderr
     assert not (tmp_path / 'out').exists()

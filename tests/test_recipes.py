@@ -1,11 +1,13 @@
 """The recipes say what the paper says, and say it alike."""
+import json
 import os
 from pathlib import Path
 
 import pytest
 import timm
+import torch
 import yaml
-from recipes import DEFAULT_RATES, epochs_done
+from recipes import DEFAULT_RATES, PAPER_RATES, Machine, epochs_done, search_rates, train
 
 import timm_cmhsa  # noqa: F401  registers the models
 
@@ -16,8 +18,12 @@ DEIT = dict(
     aa='rand-m9-mstd0.5-inc1', color_jitter=0.3, train_interpolation='bicubic', aug_repeats=3, mixup=0.8, cutmix=1.0,
     mixup_prob=1.0, mixup_switch_prob=0.5, smoothing=0.1, reprob=0.25, remode='pixel', recount=1, drop_path=0.1,
     model_ema=True, model_ema_decay=0.99996)
+PLAIN = dict(
+    aa=None, color_jitter=0.0, aug_repeats=0, mixup=0.0, cutmix=0.0, smoothing=0.0, reprob=0.0, drop_path=0.0,
+    model_ema=False)
 COMMON = dict(
-    dataset='torch/cifar100', num_classes=100, batch_size=32, warmup_epochs=5, sched='cosine', warmup_lr=1e-6,
+    dataset='torch/cifar100', mean=[0.485, 0.456, 0.406], std=[0.229, 0.224, 0.225], crop_pct=0.875,
+    interpolation='bicubic', amp=True, num_classes=100, batch_size=32, warmup_epochs=5, sched='cosine', warmup_lr=1e-6,
     min_lr=1e-5, opt='adamw', opt_eps=1e-8, opt_betas=[0.9, 0.999], weight_decay=0.05, cooldown_epochs=0)
 
 
@@ -30,8 +36,7 @@ def test_recipe_is_appendix_b(name):
     recipe = RECIPES[name]
     phase, second = name.startswith('cmhsa'), name == 'cmhsa_attn'
     expected = dict(COMMON, epochs=200 if phase else 400, lr=DEFAULT_RATES[second])
-    if name != 'vit_base':
-        expected.update(DEIT)
+    expected.update(PLAIN if name == 'vit_base' else DEIT)
     assert {key: recipe.get(key) for key in expected} == expected
     assert all(type(recipe[key]) is type(value) for key, value in expected.items())  # YAML reads 1e-8 as a string
     assert recipe.get('device_modules') == (['timm_cmhsa'] if phase else None)
@@ -39,9 +44,13 @@ def test_recipe_is_appendix_b(name):
 
 def test_recipes_differ_in_nothing_else():
     free = {'model', 'device_modules', 'epochs', 'lr'}
-    common = [{key: value for key, value in recipe.items() if key not in free}
-              for name, recipe in RECIPES.items() if name != 'vit_base']
-    assert all(recipe == common[0] for recipe in common)
+    common = {name: {key: value for key, value in recipe.items() if key not in free}
+              for name, recipe in RECIPES.items()}
+    deit_base = common.pop('deit_base')
+    vit_base = common.pop('vit_base')
+    assert all(recipe == deit_base for recipe in common.values())
+    assert {key: value for key, value in vit_base.items() if key not in DEIT} == {
+        key: value for key, value in deit_base.items() if key not in DEIT}
 
 
 @pytest.mark.parametrize('recipe', [*RECIPES.values(), *OWN.values()], ids=[*RECIPES, *OWN])
@@ -66,3 +75,59 @@ def test_epochs_done_counts_what_has_a_checkpoint(tmp_path):
     assert epochs_done(tmp_path) == 3
     os.utime(last, (0, 0))
     assert epochs_done(tmp_path) == 0
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A train.py and a validate.py that only note how they were called; the best learning rates are 5e-4 and 3e-5."""
+    torch.save(timm.create_model('test_cmhsa_conv_k3').state_dict(), tmp_path / 'phase1.pth')
+    (tmp_path / 'train.py').write_text('''
+import argparse, json, pathlib, shutil, sys
+parser = argparse.ArgumentParser()
+for name in ('output', 'experiment', 'epochs', 'lr'):
+    parser.add_argument(f'--{name}')
+args, _ = parser.parse_known_args()
+folder = pathlib.Path(args.output, args.experiment)
+folder.mkdir(parents=True, exist_ok=True)
+(folder / 'calls.txt').open('a').write(json.dumps(sys.argv[1:]) + '\\n')
+(folder / 'summary.csv').write_text(f'epoch\\n{int(args.epochs) - 1}\\n')
+(folder / 'args.yaml').write_text(f'{{lr: {args.lr}, val_split: test, model: m, model_kwargs: {{depth: 1}}}}')
+shutil.copy(pathlib.Path(__file__).with_name('phase1.pth'), folder / 'last.pth.tar')
+''')
+    (tmp_path / 'validate.py').write_text('''
+import argparse, json, pathlib
+parser = argparse.ArgumentParser()
+for name in ('results-file', 'checkpoint'):
+    parser.add_argument(f'--{name}')
+args, _ = parser.parse_known_args()
+rate = float(args.checkpoint.split('-lr')[1].rsplit('-', 1)[0])
+score = 100 - min(abs(rate / best - 1) for best in (5e-4, 3e-5))
+pathlib.Path(args.results_file).write_text(json.dumps(dict(top1=score, top5=100)))
+''')
+    return tmp_path
+
+
+def calls(folder):
+    return [json.loads(line) for line in (folder / 'calls.txt').read_text().splitlines()]
+
+
+def test_train_resumes_what_is_unfinished_and_leaves_what_is_done(clone):
+    machine = Machine(clone, 1, ['--data-dir', 'data'], clone / 'output')
+    folder = train(machine, 'deit_base', 0, 1e-3, 5, None)
+    assert train(machine, 'deit_base', 0, 1e-3, 5, None) == folder
+    assert len(calls(folder)) == 1
+    assert '--resume' not in calls(folder)[0]
+    (folder / 'last.pth.tar').rename(folder / 'checkpoint-3.pth.tar')  # as a kill between two renames leaves it
+    train(machine, 'deit_base', 0, 1e-3, 5, None)
+    resumed = calls(folder)[1]
+    assert resumed[resumed.index('--resume') + 1] == str(folder / 'checkpoint-3.pth.tar')
+    for other in ((1, 1e-3, 5), (0, 2e-3, 5), (0, 1e-3, 6)):
+        assert train(machine, 'deit_base', *other, None) != folder
+    assert train(machine._replace(options=[]), 'deit_base', 0, 1e-3, 5, None) != folder
+
+
+def test_search_finds_the_best_rate_of_every_phase(clone):
+    machine = Machine(clone, 1, [], clone / 'output')
+    assert search_rates(machine, ('deit_base',), 1) == (5e-4,)
+    assert search_rates(machine, ('cmhsa_conv_k3', 'cmhsa_attn'), 1) == (5e-4, 3e-5)
+    assert len(list((clone / 'output').glob('cmhsa_attn-*'))) == len(PAPER_RATES[1])

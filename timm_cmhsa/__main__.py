@@ -12,7 +12,10 @@ USAGE = 'usage: python -m timm_cmhsa SCRIPT [ARGUMENTS ...]'
 
 
 def main() -> None:
-    """Do what `python SCRIPT ARGUMENTS` does: the same `sys.argv`, `sys.path`, output and exit status."""
+    """Do what `python SCRIPT ARGUMENTS` does: the same `sys.argv`, `sys.path`, output and exit status.
+
+    timm is imported before the script starts, so that it is the installed one, not one in the script's folder.
+    """
     arguments = sys.argv[1:]
     if not arguments or arguments[0].startswith('-'):
         asked = arguments[:1] in (['-h'], ['--help'])
