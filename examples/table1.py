@@ -91,8 +91,8 @@ def parse_args() -> argparse.Namespace:
         parser.error('--images-per-phase must be at least the largest of --sizes')
     if args.paper:
         check_paper_options(parser, args)
-    elif args.options:
-        parser.error(f'options for train.py ({" ".join(args.options)}) need --paper')
+    elif args.options or args.search_rates:
+        parser.error('--search-rates and options for train.py are for --paper TIMM')
     return args
 
 

@@ -148,7 +148,8 @@ def test_training_validation_and_test_images_are_disjoint():
     (['--images-per-phase', 500], '--images-per-phase must be at least the largest of --sizes'),
     (['--paper', 'nowhere'], 'nowhere has no train.py'),
     (['--learning-rates', 0], '--learning-rates must be positive'),
-    (['--', '--lr', 1], 'need --paper'),
+    (['--', '--lr', 1], 'options for train.py are for --paper'),
+    (['--search-rates'], '--search-rates and options'),
     (['--paper', '.', '--num-processes', 3], 'must divide the batch of 128'),
     (['--paper', '.', '--', '--lr', 1], '--lr is set by table1.py itself'),
 ])
