@@ -123,7 +123,9 @@ def launch(machine: Machine, options: List[Any]) -> None:
     command: List[Any] = [sys.executable]
     if machine.num_processes > 1:
         command += ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', machine.num_processes]
-    subprocess.run([str(part) for part in (*command, machine.clone / 'train.py', *options)], check=True)
+    command = [str(part) for part in (*command, machine.clone / 'train.py', *options)]
+    if subprocess.run(command).returncode:
+        raise SystemExit(f'train.py failed, for the reason above. To go on, mend it and run the same again: {command}')
 
 
 def convert(folder: Path) -> Path:

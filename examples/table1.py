@@ -101,7 +101,10 @@ def check_paper_options(parser: argparse.ArgumentParser, args: argparse.Namespac
         parser.error(f'--paper {args.paper} has no train.py and validate.py: give a clone of pytorch-image-models')
     version_file = args.paper / 'timm' / 'version.py'  # train.py imports the timm beside it, not the installed one
     if version_file.exists() and f"'{timm.__version__}'" not in version_file.read_text():
-        parser.error(f'--paper {args.paper} is not timm {timm.__version__}, which is installed: check out its tag')
+        theirs = version_file.read_text().strip()
+        parser.error(f'--paper {args.paper} has {theirs}, timm {timm.__version__} is installed: check out its tag')
+    if not torch.cuda.is_available() and '--device' not in args.options:
+        parser.error('the paper\'s scale needs a GPU; to try it on the CPU all the same, end with -- --device cpu')
     if args.num_processes < 1 or TOTAL_BATCH % (2 * args.num_processes):
         parser.error(f'--num-processes must divide the batch of {TOTAL_BATCH} into even ones, as Mixup needs')
     if args.epochs_per_phase < 1:
