@@ -150,8 +150,8 @@ def test_training_validation_and_test_images_are_disjoint():
     (['--learning-rates', 0], '--learning-rates must be positive'),
     (['--', '--lr', 1], 'options for train.py are for --paper'),
     (['--search-rates'], '--search-rates and options'),
-    (['--paper', '.', '--num-processes', 3], 'must divide the batch of 128'),
-    (['--paper', '.', '--', '--lr', 1], '--lr is set by table1.py itself'),
+    (['--paper', '.', '--num-processes', 3, '--', '--device', 'cpu'], 'must divide the batch of 128'),
+    (['--paper', '.', '--', '--device', 'cpu', '--lr', 1], '--lr is set by table1.py itself'),
 ])
 def test_bad_options(tmp_path, arguments, message):
     for script in ('train.py', 'validate.py'):
