@@ -263,7 +263,7 @@ def test_recipes_name_options_of_train_py():
 def test_recipe_for_own_images(few, tmp_path):
     def phase(name, model, *extra):
         run(CLONE / 'train.py', '--config', EXAMPLES / 'imagefolder' / f'{name}.yaml', '--data-dir', few,
-            '--num-classes', 10, '--experiment', name, '--output', tmp_path, '--model', model, '--epochs', 1, '-b', 65,
+            '--num-classes', 10, '--experiment', name, '--output', tmp_path, '--model', model, '--epochs', 1, '-b', 64,
             '--device', DEVICE, '-j', 1, *extra)
 
     phase('phase1', CONV)
