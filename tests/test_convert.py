@@ -22,7 +22,7 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict
-from timm_cmhsa.convert import main
+from timm_cmhsa.cli import main
 from timm_cmhsa.phase1 import mlp_ratio
 
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
@@ -531,7 +531,7 @@ def test_unwritable_destination(src, tmp_path, capsys):
 def test_full_disk(name, src, tmp_path):
     """A limit on the file size makes writing fail half-way, as a full disk does."""
     code = (
-        'import resource, signal, sys; from timm_cmhsa.convert import main;'
+        'import resource, signal, sys; from timm_cmhsa.cli import main;'
         'signal.signal(signal.SIGXFSZ, signal.SIG_IGN);'
         'resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));'
         'sys.exit(main(sys.argv[1:]))')
@@ -549,7 +549,7 @@ def test_killed_while_writing_leaves_the_old_file_or_none(name, src, tmp_path):
     dst = tmp_path / name
     convert_checkpoint(src, dst)
     code = (
-        'import sys; from timm_cmhsa.convert import main; print("ready", flush=True);'
+        'import sys; from timm_cmhsa.cli import main; print("ready", flush=True);'
         'import itertools\n'
         'for _ in itertools.count(): main([*sys.argv[1:], "--force"])')
     process = subprocess.Popen(

@@ -3,6 +3,7 @@ from .checkpoints import CheckpointError
 from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from .construction import conv2d_to_attention
 from .convert import ConversionReport, VerificationError, convert_checkpoint, convert_state_dict
+from .hub import HubError, push_to_hub, save_for_hub
 from .token_mixers import PatchConv2d, RelPosAttention, patchify, unpatchify
 from .version import __version__
 
@@ -12,6 +13,7 @@ __all__ = [
     'CmhsaAttn',
     'CmhsaConv',
     'ConversionReport',
+    'HubError',
     'PatchConv2d',
     'RelPosAttention',
     'VerificationError',
@@ -20,5 +22,7 @@ __all__ = [
     'convert_checkpoint',
     'convert_state_dict',
     'patchify',
+    'push_to_hub',
+    'save_for_hub',
     'unpatchify',
 ]

@@ -19,6 +19,7 @@ from timm.models import clean_state_dict
 
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
 PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
+ABOUT = ('label_names', 'label_descriptions', 'license')
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
 
 
@@ -31,7 +32,8 @@ class Checkpoint(NamedTuple):
     state_dict: Dict[str, torch.Tensor]
     architecture: Optional[str]  # timm's name of the model, where the checkpoint tells
     model_args: Dict[str, Any]  # of `timm.create_model`, as far as it tells
-    preprocessing: Dict[str, Any]  # mean, std and the like, as far as it tells
+    pretrained_cfg: Dict[str, Any]  # preprocessing, label names and license, as far as it tells
+    training_args: Dict[str, Any]  # of timm's `train.py`, if that wrote it
     sha256: str  # of the file that holds the tensors
 
 
@@ -49,12 +51,7 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     config: Dict[str, Any] = {}
     if path.is_dir():
         config = _read_config(path / 'config.json')
-        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
-        if not names:
-            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
-        path = path / names[0]
-    if not path.is_file():
-        raise CheckpointError(f'{path} does not exist or is not a file: give a checkpoint file or a local-dir: folder.')
+    path = _weights_file(path)
     try:
         content, metadata = _load(path)
         sha256 = _sha256(path)
@@ -66,13 +63,24 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     state_dict = _select_state_dict(content, path, use_ema)
     state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice: older timm knows one order of wrappers only
     try:
-        if 'model_args' in metadata:
+        if not config and 'model_args' in metadata:
             config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
         elif not config:
             config = _train_config(content)
-        return Checkpoint(state_dict, *_read_model(config), sha256)
+        return Checkpoint(state_dict, *_read_model(config), _train_args(content), sha256)
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as e:
         raise CheckpointError(f'{path} has a malformed model configuration: {_one_line(e)}.') from e
+
+
+def _weights_file(path: Path) -> Path:
+    if path.is_dir():
+        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
+        if not names:
+            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
+        path = path / names[0]
+    if not path.is_file():
+        raise CheckpointError(f'{path} does not exist or is not a file: give a checkpoint file or a local-dir: folder.')
+    return path
 
 
 def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
@@ -125,10 +133,14 @@ def _read_config(path: Path) -> Dict[str, Any]:
     return config
 
 
+def _train_args(content: Dict[str, Any]) -> Dict[str, Any]:
+    args = content.get('args')
+    return dict(args) if isinstance(args, dict) else vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
 def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
     """Bring the arguments of timm's `train.py` into the form of its config.json."""
-    args = content.get('args')
-    args = dict(args) if isinstance(args, dict) else vars(args) if isinstance(args, argparse.Namespace) else {}
+    args = _train_args(content)
     model_args = dict(args.get('model_kwargs') or {})
     for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
         if args.get(name) is not None:
@@ -141,8 +153,9 @@ def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
 
 
 def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
-    """Architecture, model arguments and preprocessing as config.json has them."""
+    """Architecture, model arguments and the rest as config.json has them; timm lets its root overrule the inside."""
     architecture, pretrained_cfg = config.get('architecture'), dict(config.get('pretrained_cfg') or {})
+    pretrained_cfg.update((key, config[key]) for key in ('label_names', 'label_descriptions') if key in config)
     if architecture is not None and not isinstance(architecture, str):
         raise TypeError('the architecture is not a name')
     model_args = dict(config.get('model_args') or {})
@@ -152,8 +165,8 @@ def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], 
     if model_args.get('img_size') is not None:
         height, width = to_2tuple(model_args['img_size'])
         model_args['img_size'] = int(height), int(width)
-    preprocessing = {key: pretrained_cfg[key] for key in PREPROCESSING if pretrained_cfg.get(key)}
-    return architecture, model_args, preprocessing
+    return architecture, model_args, {key: pretrained_cfg[key] for key in (*PREPROCESSING, *ABOUT)
+                                      if pretrained_cfg.get(key)}
 
 
 def _sha256(path: Path) -> str:
@@ -164,17 +177,26 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_destination(dst: Path, src: Path, force: bool) -> None:
+def is_converted_from(dst: Path, src: Path) -> bool:
+    """Whether a folder holds the conversion of this very checkpoint."""
+    try:
+        with safetensors.safe_open(dst / 'model.safetensors', framework='pt') as file:
+            return (file.metadata() or {}).get('source_sha256') == _sha256(_weights_file(src))
+    except (OSError, safetensors.SafetensorError, CheckpointError):
+        return False
+
+
+def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:
     """Refuse a destination that would lose something, before any work is done.
 
     Raises:
         CheckpointError: If it is the source, exists and may not be overwritten, or cannot be written.
     """
-    if dst == src or dst in src.parents or src in dst.parents:
+    if src is not None and (dst == src or dst in src.parents or src in dst.parents):
         raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
     if dst.is_dir():
         names = {entry.name for entry in dst.iterdir()}
-        if names and not {'model.safetensors'} <= names <= {'model.safetensors', 'config.json'}:
+        if names and not {'model.safetensors'} <= names <= {'model.safetensors', 'config.json', 'README.md'}:
             raise CheckpointError(
                 f'{dst} is a folder that holds {min(names)}, not a converted model: choose a new folder.')
     elif dst.suffix[1:].isalpha() and dst.suffix not in ('.safetensors', *PICKLE_SUFFIXES):
@@ -191,7 +213,7 @@ def write_checkpoint(
         dst: Path,
         state_dict: Dict[str, torch.Tensor],
         metadata: Dict[str, str],
-        save_config: Callable[[Path], None],
+        describe: Callable[[Path], None],
 ) -> None:
     """Write a state dict, whole or not at all: killed at any moment, it leaves the old checkpoint or none.
 
@@ -199,7 +221,7 @@ def write_checkpoint(
         dst: `.safetensors`, `.pth` (or another suffix of a pickle), or else a folder for timm's `local-dir:`.
         state_dict: Tensors to write.
         metadata: Written into safetensors.
-        save_config: Writes the config.json of a folder to the path it is given.
+        describe: Writes config.json and the like into the folder it is given.
 
     Raises:
         CheckpointError: If the destination cannot be written; nothing is left there.
@@ -214,7 +236,7 @@ def write_checkpoint(
             else:
                 partial.mkdir()
                 safetensors.torch.save_file(state_dict, partial / 'model.safetensors', metadata)
-                save_config(partial / 'config.json')
+                describe(partial)
             for path in [*partial.glob('*')] or [partial]:
                 with path.open('rb') as file:
                     os.fsync(file.fileno())

@@ -93,6 +93,15 @@ class Cmhsa(VisionTransformer):
             dtype=dtype,
         )
         self.in_chans, self.hidden_chans = in_chans, hidden_chans
+        self.fixed_args = dict(
+            patch_size=to_2tuple(patch_size), in_chans=in_chans, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio,
+            fc_norm=fc_norm, norm_layer=norm_layer, act_layer=act_layer)
+
+    def model_args(self) -> Dict[str, Any]:
+        """Arguments of `timm.create_model` for a model of this shape, whatever has been changed since its creation."""
+        return dict(
+            self.fixed_args, img_size=self.patch_embed.img_size, num_classes=self.num_classes,
+            global_pool=self.global_pool, depth=len(self.blocks))
 
     @torch.jit.ignore
     def no_weight_decay(self) -> Set[str]:
@@ -162,6 +171,9 @@ class CmhsaConv(Cmhsa):
             block.attn = PatchConv2d(
                 self.embed_dim, patch_size, grid_size, kernel_size=kernel_size, proj_drop=proj_drop_rate, **dd)
 
+    def model_args(self) -> Dict[str, Any]:
+        return dict(super().model_args(), kernel_size=self.blocks[0].attn.conv.kernel_size)
+
 
 class CmhsaAttn(Cmhsa):
     """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
@@ -200,6 +212,11 @@ class CmhsaAttn(Cmhsa):
                 proj_drop=proj_drop_rate,
                 **dd,
             )
+
+    def model_args(self) -> Dict[str, Any]:
+        attn = self.blocks[0].attn
+        return dict(
+            super().model_args(), num_heads=attn.num_heads, head_dim=attn.head_dim, qkv_bias=attn.qkv.bias is not None)
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)

@@ -1,10 +1,8 @@
 """Phase 1 in, phase 2 out: state dicts, and checkpoint files that are verified before they are written."""
-import argparse
 import json
 import math
-import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
@@ -16,6 +14,8 @@ from torch import nn
 from .checkpoints import Checkpoint, CheckpointError, check_destination, read_checkpoint, write_checkpoint
 from .cmhsa import CmhsaConv, init_patch_identity
 from .construction import conv2d_to_attention, exact_sharpness, plan_heads
+from .hub import PREFIXES, download
+from .model_card import training_details
 from .phase1 import (
     DTYPES,
     KNOWN_ARGS,
@@ -32,6 +32,7 @@ from .version import __version__
 
 TOLERANCE = 1e-4
 NUM_RANDOM_IMAGES = 8
+CONSTRUCTION = 'Theorem 1 of arXiv 2111.01353, with a zero key'
 
 
 class VerificationError(RuntimeError):
@@ -49,10 +50,29 @@ class ConversionReport(NamedTuple):
     top1_agreement: float  # share of the images
     num_random_images: int
     num_real_images: int
+    source: Dict[str, str]  # what was converted
+    training: Dict[str, str]  # how that had been trained, as far as it tells
 
     @property
     def max_error(self) -> float:
         return max([self.logits_error] + [layer.error for layer in self.layers])
+
+    @property
+    def details(self) -> Dict[str, Any]:
+        """How the model was made, by heading, for its model card."""
+        details = {
+            'Phase 1': self.source,
+            'Construction': {
+                'Rewrite': CONSTRUCTION,
+                'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
+                'Sharpness': f'{self.sharpness:.3g}',
+                'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
+                'Error of the logits': f'{self.logits_error:.1e} of the largest logit',
+                'Top-1 agreement': f'{self.top1_agreement:.2%} on {self.num_random_images} random and '
+                                   f'{self.num_real_images} real images',
+            },
+        }
+        return {**details, 'Training of Phase 1': self.training} if self.training else details
 
     def __str__(self) -> str:
         height, width = self.model_args['img_size']
@@ -174,7 +194,8 @@ def convert_checkpoint(
     """Rewrite a phase-1 checkpoint as a phase-2 checkpoint, verify that both compute the same, and write it.
 
     Args:
-        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), or folder in its `local-dir:` layout.
+        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), folder in its `local-dir:` layout,
+            or model on the Hugging Face Hub, `hf-hub:USER/NAME` or `hf-hub:USER/NAME@revision`.
         dst: `.safetensors`, `.pth`, or a folder that `timm.create_model('local-dir:...', pretrained=True)` loads.
         model: Registered phase-2 model to convert to; by default the one with tokens of this shape.
         img_size: Input image size, pixels, where the checkpoint does not tell; by default the model's.
@@ -197,11 +218,12 @@ def convert_checkpoint(
 
     Raises:
         CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
+        HubError: If the input cannot be had from the Hub. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    src, dst = Path(str(src).removeprefix('local-dir:')).resolve(), Path(dst).resolve()
-    check_destination(dst, src, force)
-    source = read_checkpoint(src, use_ema)
+    path, dst = locate(src), Path(dst).resolve()
+    check_destination(dst, path, force)
+    source = read_checkpoint(path, use_ema)
     args, img_size_source = _source_args(source, model, img_size, patch_size, in_chans)
     if num_classes is not None and num_classes != args['num_classes']:
         raise CheckpointError(f"the checkpoint has {args['num_classes']} classes, where {num_classes} were asked for.")
@@ -227,14 +249,35 @@ def convert_checkpoint(
         conv_model, attn_model, torch.cat([random_images, real_images]).to(compute_dtype))
     report = ConversionReport(
         architecture, attn_args, img_size_source, sharpness, layers, logits_error, top1_agreement,
-        len(random_images), len(real_images))
+        len(random_images), len(real_images), _source_details(src, source, args),
+        training_details(source.training_args))
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nerror {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was written.')
     write_checkpoint(
         dst, converted, _metadata(report, source),
-        lambda path: save_config_for_hf(attn_model, path, model_args=attn_args))
+        lambda folder: save_config_for_hf(attn_model, folder / 'config.json', model_args=attn_args))
     return report
+
+
+def locate(src: Union[str, Path]) -> Path:
+    """File or folder of a source, fetched from the Hub if it is there.
+
+    Raises:
+        HubError: If it cannot be had.
+    """
+    src = str(src)
+    return (download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))).resolve()
+
+
+def _source_details(src: Union[str, Path], source: Checkpoint, args: Dict[str, Any]) -> Dict[str, str]:
+    src = str(src)
+    details = {
+        'Checkpoint': src if src.startswith(PREFIXES) else Path(src).name,  # other folders are nobody's business
+        'SHA-256': source.sha256,
+        'Token mixer': '{} x {} convolution'.format(*args['kernel_size']),
+    }
+    return {'Architecture': source.architecture, **details} if source.architecture else details
 
 
 def _source_args(source: Checkpoint, model: Optional[str], *asked: Any) -> Tuple[Dict[str, Any], str]:
@@ -286,7 +329,7 @@ def _cast(state_dict: Dict[str, torch.Tensor], dtype: Union[str, torch.dtype]) -
 
 def _pretrained_cfg(source: Checkpoint, args: Dict[str, Any]) -> Dict[str, Any]:
     return {
-        **source.preprocessing,
+        **source.pretrained_cfg,
         'input_size': (args['in_chans'], *args['img_size']),
         'num_classes': args['num_classes'],
     }
@@ -297,7 +340,7 @@ def _metadata(report: ConversionReport, source: Checkpoint) -> Dict[str, str]:
         'format': 'pt',
         'architecture': report.architecture,
         'model_args': json.dumps(report.model_args),
-        'construction': 'Theorem 1 of arXiv 2111.01353, with a zero key',
+        'construction': CONSTRUCTION,
         'source_sha256': source.sha256,
         'sharpness': str(report.sharpness),
         'heads_used': ', '.join(str(layer.heads_used) for layer in report.layers),
@@ -307,50 +350,3 @@ def _metadata(report: ConversionReport, source: Checkpoint) -> Dict[str, str]:
         'timm_version': timm.__version__,
         'torch_version': str(torch.__version__),
     }
-
-
-def _size(text: str) -> Tuple[int, int]:
-    height, _, width = text.partition('x')
-    try:
-        return int(height), int(width or height)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW') from e
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog='convert_checkpoint',
-        description='Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn) checkpoint that computes '
-                    'the same. Verified before it is written. '
-                    'Exit code 1: the error is above the tolerance; 2: bad input. Nothing is written then.')
-    add = parser.add_argument
-    add('src', metavar='SRC', help="checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder")
-    add('dst', metavar='DST', help='.safetensors, .pth, or a folder for timm.create_model("local-dir:DST")')
-    add('--model', metavar='NAME', help='registered phase-2 model (default: the one with tokens of this shape)')
-    add('--img-size', metavar='N or HxW', type=_size, help='input size, where the checkpoint does not tell')
-    add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
-    add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
-    add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
-    add('--head-dim', metavar='N', type=int, help='width of a head (default: that of a token)')
-    add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
-    add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
-    add('--use-ema', action='store_true', help='convert the EMA weights')
-    add('--dtype', choices=DTYPES, help="type of the written tensors (default: the source's)")
-    add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
-    add('--tolerance', metavar='E', type=float, default=TOLERANCE,
-        help='largest accepted error, relative to the largest value (default: %(default)s)')
-    add('--force', action='store_true', help='overwrite DST')
-    add('--version', action='version', version=f'timm_cmhsa {__version__}')
-    return parser
-
-
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """The `convert_checkpoint` command; returns its exit code."""
-    args = _parser().parse_args(argv)
-    try:
-        print(convert_checkpoint(**vars(args)))
-    except (CheckpointError, VerificationError, OSError) as e:
-        print(f'convert_checkpoint: {e}', file=sys.stderr)
-        return 1 if isinstance(e, VerificationError) else 2
-    print(f'written to {args.dst}')
-    return 0

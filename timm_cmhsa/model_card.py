@@ -1,0 +1,152 @@
+"""The model card of a model on the Hugging Face Hub: what it is, how it was made, how to load it."""
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import timm
+import torch
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from timm.data import resolve_model_data_config
+from timm.models._hub import generate_readme
+
+from .cmhsa import Cmhsa, CmhsaConv
+from .version import __version__
+
+PAPER = '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)'
+DESCRIPTIONS = {
+    True: f'The first phase of {PAPER}: a Vision Transformer on raw image patches whose attention is replaced by a '
+          'convolution over the whole image. timm_cmhsa can rewrite it, exactly, as self-attention.',
+    False: f'The second phase of {PAPER}: a Vision Transformer on raw image patches with multi-head self-attention, '
+           'relative position bias and a zero key, which can express a convolution exactly, at the image borders too.',
+}
+USAGE = '''
+Loading needs the package timm_cmhsa: its import makes the architecture known to timm.
+
+```python
+import timm
+import timm_cmhsa
+import torch
+from PIL import Image
+
+model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+image = Image.open('image.png').convert('{mode}')
+with torch.no_grad():
+    {output} = model(transform(image).unsqueeze(0)){function}
+```
+'''
+CITATION = '''@article{li2021can,
+  title={Can Vision Transformers Perform Convolution?},
+  author={Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui},
+  journal={arXiv preprint arXiv:2111.01353},
+  year={2021}
+}'''
+# Those arguments of train.py that say how a model was trained. None can be a path or the name of something private.
+TRAINING_ARGS = (
+    'epochs', 'batch_size', 'grad_accum_steps', 'opt', 'lr', 'lr_base', 'sched', 'warmup_epochs',
+    'cooldown_epochs', 'min_lr', 'weight_decay', 'layer_decay', 'clip_grad', 'drop', 'drop_path', 'aa', 'aug_repeats',
+    'reprob', 'color_jitter', 'hflip', 'vflip', 'scale', 'ratio', 'mixup', 'cutmix', 'smoothing', 'bce_loss',
+    'model_ema', 'model_ema_decay', 'amp', 'amp_dtype', 'seed')
+
+
+def model_card(
+        model: Cmhsa,
+        repo_id: str,
+        license: str,
+        datasets: Sequence[str] = (),
+        base_model: Optional[str] = None,
+        results: Optional[Mapping[str, float]] = None,
+        details: Optional[Mapping[str, Any]] = None,
+) -> str:
+    """Text of README.md: metadata that the Hub reads, then what people read.
+
+    Args:
+        model: The model; its weights are not looked at.
+        repo_id: `USER/NAME` on the Hub.
+        license: Identifier that the Hub knows, such as apache-2.0.
+        datasets: The training data's names on the Hub, such as uoft-cs/cifar100.
+        base_model: Model on the Hub that this one was made from.
+        results: Accuracies in percent by name, such as Top-1.
+        details: How it was made, by heading.
+    """
+    classifies = model.num_classes > 0
+    task = 'image-classification' if classifies else 'image-feature-extraction'
+    content = generate_readme(
+        {
+            'description': DESCRIPTIONS[isinstance(model, CmhsaConv)],
+            'details': {**_model_details(model), **(details or {}), **_closing_details(datasets, results)},
+            'usage': USAGE.format(
+                repo_id=repo_id,
+                mode={1: 'L', 4: 'RGBA'}.get(model.in_chans, 'RGB'),
+                output='probabilities' if classifies else 'features',
+                function='.softmax(dim=-1)' if classifies else '',
+            ),
+            'citation': CITATION,
+        },
+        model_name=repo_id.split('/')[-1],
+    )
+    card = ModelCard(content)
+    card.data = ModelCardData(
+        license=license,
+        library_name='timm',
+        pipeline_tag=task,
+        tags=['timm', 'cmhsa', 'vision-transformer'],
+        datasets=list(datasets) or None,
+        base_model=base_model,
+        model_name=repo_id.split('/')[-1],
+        eval_results=_eval_results(task, datasets, results or {}) or None,
+    )
+    return str(card)
+
+
+def _model_details(model: Cmhsa) -> Dict[str, Any]:
+    data_config = resolve_model_data_config(model)
+    _, height, width = data_config['input_size']
+    grid_h, grid_w = model.patch_embed.grid_size
+    return {
+        'Model Type': 'Image classification / feature backbone' if model.num_classes else 'Feature backbone',
+        'Model Stats': {
+            'Architecture': model.pretrained_cfg['architecture'],
+            'Params (M)': f'{sum(p.numel() for p in model.parameters()) / 1e6:.1f}',
+            'Image size': f'{height} x {width}, {model.in_chans} channels',
+            'Tokens': f'{grid_h} x {grid_w} of width {model.embed_dim}',
+            'Token mixer': _token_mixer(model),
+        },
+        'Preprocessing': {
+            'Mean': ', '.join(f'{value:g}' for value in data_config['mean']),
+            'Standard deviation': ', '.join(f'{value:g}' for value in data_config['std']),
+            'Interpolation': data_config['interpolation'],
+            'Crop': f"{data_config['crop_pct']:g}, {data_config['crop_mode']}",
+        },
+    }
+
+
+def _token_mixer(model: Cmhsa) -> str:
+    args = model.model_args()
+    if isinstance(model, CmhsaConv):
+        return '{} x {} convolution'.format(*args['kernel_size'])
+    return f"self-attention, {args['num_heads']} heads of {args['head_dim']}"
+
+
+def _closing_details(datasets: Sequence[str], results: Optional[Mapping[str, float]]) -> Dict[str, Any]:
+    closing: Dict[str, Any] = {'Dataset': list(datasets)} if datasets else {}
+    if results:
+        closing['Evaluation'] = {name: f'{value:g} %' for name, value in results.items()}
+    closing['Papers'] = PAPER
+    closing['Made With'] = f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}'
+    return closing
+
+
+def _eval_results(task: str, datasets: Sequence[str], results: Mapping[str, float]) -> List[EvalResult]:
+    dataset = datasets[0] if datasets else 'imagefolder'
+    return [
+        EvalResult(
+            task_type=task, dataset_type=dataset, dataset_name=dataset.split('/')[-1], metric_type='accuracy',
+            metric_name=f'{name} accuracy', metric_value=value)
+        for name, value in results.items()]
+
+
+def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
+    """Those of train.py's arguments that say how a model was trained, but for the ones that are off."""
+    known = {name: args.get(name) for name in TRAINING_ARGS}
+    return {
+        name.replace('_', '-'): ' '.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        for name, value in known.items() if value not in (None, False, 0, '', [])}
