@@ -1,7 +1,17 @@
+import os
+import tempfile
+
 import pytest
-import torch
-from hypothesis import settings
-from timm.layers import set_fused_attn
+from hub_server import HubServer
+
+# huggingface_hub reads these when it is imported: no test asks the real Hub
+HUB = HubServer()
+HUB_HOME = tempfile.TemporaryDirectory()
+os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=HUB_HOME.name)
+
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+from timm.layers import set_fused_attn  # noqa: E402
 
 settings.register_profile('fixed', derandomize=True, deadline=None)
 settings.load_profile('fixed')
@@ -16,3 +26,11 @@ def _seeded():
 def _fused_attn_restored():
     yield
     set_fused_attn(True)
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The Hub, empty, with alice logged in."""
+    HUB.reset()
+    monkeypatch.setenv('HF_TOKEN', 'hf_alice')
+    return HUB

@@ -4,11 +4,12 @@ import hashlib
 import json
 import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
-from huggingface_hub import constants
+from xet_store import XetStore
 
 TOKENS = {'hf_alice': 'alice', 'hf_bob': 'bob'}  # of users that may write to their own repositories
 LICENSES = ('apache-2.0', 'mit', 'cc-by-4.0', 'other')
@@ -31,7 +32,7 @@ class Repository:
         self.commit('main', {'.gitattributes': b''}, 'initial commit')
 
     def commit(self, branch, files, message):
-        sha = hashlib.sha1(repr((branch, len(self.commits), sorted(files))).encode()).hexdigest()
+        sha = hashlib.sha1(repr((message, sorted(files.items()))).encode() + bytes(len(self.commits))).hexdigest()
         self.commits[sha] = files
         self.branches[branch] = sha
         self.messages.append(message)
@@ -51,14 +52,20 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(('127.0.0.1', 0), Handler)
         self.url = f'http://127.0.0.1:{self.server_port}'
+        self.blobs = {}  # by SHA-256
+        self.xet = XetStore(self.blobs)  # whose clients remember what they have sent: never emptied
         self.reset()
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def reset(self):
-        self.repositories, self.blobs, self.requests, self.failures = {}, {}, [], []
+        self.repositories, self.requests, self.failures = {}, [], []
+        self.held, self.release = threading.Event(), threading.Event()
 
     def fail(self, method, path, status, times=1):
-        """Answer the next requests that match with an error; status None breaks the connection in mid-request."""
+        """Answer the next requests that match with an error.
+
+        Status 'cut' breaks the connection after half the request, 'hold' does so too but not before `release` is set.
+        """
         self.failures += [(method, re.compile(path), status)] * times
 
     def files(self, repo_id, revision='main'):
@@ -73,14 +80,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def handle_method(self):
-        self.path_parts, self.query = urlsplit(self.path), parse_qs(urlsplit(self.path).query)
-        path = unquote(self.path_parts.path)
+        url = urlsplit(self.path)
+        path, self.query = unquote(url.path), parse_qs(url.query)
         self.server.requests.append((self.command, path))
         failure = next((f for f in self.server.failures if f[0] == self.command and f[1].search(path)), None)
         if failure is not None:
             self.server.failures.remove(failure)
-            if failure[2] is None:
+            if failure[2] in ('cut', 'hold'):
                 self.rfile.read(int(self.headers['Content-Length']) // 2)
+                if failure[2] == 'hold':
+                    self.server.held.set()
+                    self.server.release.wait()
                 self.close_connection = True
                 self.connection.close()
                 return
@@ -111,7 +121,7 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(content)
 
     def user(self):
-        scheme, _, token = self.headers.get('Authorization', '').partition(' ')
+        _, _, token = self.headers.get('Authorization', '').partition(' ')
         if not token:
             return None
         if token not in TOKENS:
@@ -142,11 +152,13 @@ class Handler(BaseHTTPRequestHandler):
         repo_id = f"{body.get('organization') or user}/{body['name']}"
         if repo_id.split('/')[0] != user:
             raise Refusal(403, f'You do not have the rights to create a model under the namespace {repo_id}')
+        url = f'{self.server.url}/{repo_id}'
         if repo_id in self.server.repositories:
-            raise Refusal(409, 'You already created this model repo')
+            self.answer({'error': 'You already created this model repo', 'url': url}, 409)
+            return
         private = body.get('private') or body.get('visibility') == 'private'
         self.server.repositories[repo_id] = Repository(bool(private))
-        self.answer({'url': f'{self.server.url}/{repo_id}', 'name': repo_id})
+        self.answer({'url': url, 'name': repo_id})
 
     def info(self, repo_id, revision=None):
         repository = self.repository(repo_id)
@@ -163,12 +175,21 @@ class Handler(BaseHTTPRequestHandler):
     # Upload
 
     def validate(self):
+        from huggingface_hub.repocard_data import model_index_to_eval_results  # not before HF_ENDPOINT is set
+
         match = re.match(r'---\n(.*?)\n---\n', json.loads(self.body)['content'], re.DOTALL)
         metadata = yaml.safe_load(match.group(1)) if match else {}
+        errors = []
         if metadata.get('license') not in LICENSES:
-            self.answer({'errors': [{'message': f'"license" must be one of {LICENSES}'}], 'warnings': []}, 400)
-        else:
-            self.answer({'errors': [], 'warnings': []})
+            errors.append(f'"license" must be one of {LICENSES}')
+        for key in ('tags', 'datasets'):
+            if not all(isinstance(item, str) and item for item in metadata.get(key, [])):
+                errors.append(f'"{key}" must be a list of names')
+        if not re.fullmatch(REPO, metadata.get('base_model', 'user/name')):
+            errors.append('"base_model" must be the name of a model')
+        if 'model-index' in metadata:
+            model_index_to_eval_results(metadata['model-index'])
+        self.answer({'errors': [{'message': error} for error in errors], 'warnings': []}, 400 if errors else 200)
 
     def preupload(self, repo_id, revision):
         repository = self.repository(repo_id, write=not self.query.get('create_pr'))
@@ -190,6 +211,21 @@ class Handler(BaseHTTPRequestHandler):
             raise Refusal(400, 'the content is not what its hash says')
         self.server.blobs[oid] = self.body
         self.answer()
+
+    def xet_token(self, repo_id, revision):
+        self.repository(repo_id, write=not self.query.get('create_pr'))
+        self.answer({'casUrl': self.server.url, 'accessToken': 'xet', 'exp': int(time.time()) + 3600})
+
+    def xet_chunk(self, name):
+        raise Refusal(404, 'no such chunk')
+
+    def xet_xorb(self, name):
+        self.server.xet.add_xorb(name, self.body)
+        self.answer({'was_inserted': True})
+
+    def xet_shard(self):
+        self.server.xet.add_shard(self.body)
+        self.answer({'result': 1})
 
     def commit(self, repo_id, revision):
         create_pr = bool(self.query.get('create_pr'))
@@ -223,7 +259,7 @@ class Handler(BaseHTTPRequestHandler):
         content = repository.commits[sha][name]
         etag = hashlib.sha256(content).hexdigest()
         self.answer(content, headers={
-            constants.HUGGINGFACE_HEADER_X_REPO_COMMIT: sha, 'ETag': f'"{etag}"', 'Accept-Ranges': 'bytes'})
+            'X-Repo-Commit': sha, 'ETag': f'"{etag}"', 'Accept-Ranges': 'bytes'})
 
     def tree(self, repo_id, revision):
         repository = self.repository(repo_id)
@@ -245,5 +281,9 @@ ROUTES = (
     ('POST', f'/api/models/{REPO}/commit/(.+)', Handler.commit),
     ('POST', rf'/{REPO}\.git/info/lfs/objects/batch', Handler.lfs_batch),
     ('PUT', '/lfs/([0-9a-f]+)', Handler.lfs_put),
+    ('GET', f'/api/models/{REPO}/xet-write-token/(.+)', Handler.xet_token),
+    ('GET', '/v1/chunks/(.+)', Handler.xet_chunk),
+    ('POST', '/v1/xorbs/default/(.+)', Handler.xet_xorb),
+    ('POST', '/v1/shards', Handler.xet_shard),
     ('GET', f'/{REPO}/resolve/([^/]+)/(.+)', Handler.resolve),
 )

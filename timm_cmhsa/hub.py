@@ -2,6 +2,7 @@
 import contextlib
 import json
 import logging
+import re
 import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Tuple, Union
@@ -219,8 +220,11 @@ def upload(
         overwrite_model: bool,
 ) -> str:
     """Send the folder that `save_for_hub` wrote; see `push_to_hub` for all else."""
-    if get_token() is None:
+    token = get_token()
+    if token is None:
         raise HubError(f'{repo_id}: there is no token: run `hf auth login`, or set HF_TOKEN.')
+    if not (token.isascii() and token.isprintable()):
+        raise HubError(f'{repo_id}: the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
     api = HfApi(library_name='timm_cmhsa', library_version=__version__)
     with _explained(repo_id):
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)
@@ -323,11 +327,10 @@ def _explain(error: BaseException, repo_id: str) -> str:
     causes = [error]
     while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
         causes.append(cause)
-    text = ' '.join(str(causes[-1] if isinstance(error, RuntimeError) else error).split())
+    text = ' '.join(str(causes[-1] if isinstance(error, RuntimeError) else error).split()).rstrip('.')
     token = get_token()
     text = text.replace(token, '***') if token else text
-    response = next((e.response for e in causes if getattr(e, 'response', None) is not None), None)  # type: ignore
-    status = 0 if response is None else response.status_code
+    status = _status(causes, text)
     if any(isinstance(e, OfflineModeIsEnabled) for e in causes):
         return 'HF_HUB_OFFLINE is set, so that the Hub is not asked: unset it.'
     if isinstance(error, GatedRepoError):
@@ -343,7 +346,16 @@ def _explain(error: BaseException, repo_id: str) -> str:
     if status == 429 or status >= 500:
         return f'the Hub answers with error {status}: try again later.'
     if status:
-        return f'the Hub refuses with error {status}: {text}'
+        return f'the Hub refuses with error {status}: {text}.'
     if isinstance(error, (OSError, HTTPError)) and getattr(error, 'filename', None) is None:
-        return f'the Hub at {constants.ENDPOINT} is not reached ({text}): check the network, and try again.'
-    return text
+        return f'no connection to the Hub at {constants.ENDPOINT} ({text}): check the network, and try again.'
+    return f'{text}.' if isinstance(error, (ValueError, RuntimeError)) else f'{type(error).__name__}: {text}.'
+
+
+def _status(causes: Sequence[BaseException], text: str) -> int:
+    """HTTP status of the answer, 0 if there was none."""
+    for error in causes:
+        if (response := getattr(error, 'response', None)) is not None:
+            return response.status_code
+    told = re.search(r'HTTP status \w+ error \((\d{3}) ', text)  # hf_xet tells it in words only
+    return int(told.group(1)) if told else 0

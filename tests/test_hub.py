@@ -1,0 +1,481 @@
+"""Models go to a Hub and come back from it: real HTTP, to a small server that says no when it is told to."""
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from huggingface_hub import ModelCard, metadata_load
+from PIL import Image
+from torch import nn
+
+from timm_cmhsa import CheckpointError, HubError, convert_checkpoint, push_to_hub, save_for_hub
+from timm_cmhsa.cli import main
+
+CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+PUSHED = {'.gitattributes', 'README.md', 'config.json', 'model.safetensors'}
+UPLOAD = r'^/lfs/|^/v1/xorbs/'  # whichever huggingface_hub takes
+
+
+def create(name=CONV, **kwargs):
+    model = timm.create_model(name, **{'num_classes': 3, **kwargs})
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The working folder, with a phase-1 checkpoint and label names."""
+    monkeypatch.chdir(tmp_path)
+    torch.save(create().state_dict(), 'phase1.pth')
+    (tmp_path / 'labels.txt').write_text('cat\ndog\nhorse\n')
+    return tmp_path
+
+
+def load_source():
+    model = timm.create_model(CONV, num_classes=3)
+    model.load_state_dict(torch.load('phase1.pth'))
+    return model
+
+
+def assert_same_function(expected, actual, tolerance=1e-5):
+    x = torch.randn(2, expected.in_chans, *expected.patch_embed.img_size)
+    with torch.no_grad():
+        torch.testing.assert_close(actual.eval()(x), expected.eval()(x), atol=tolerance, rtol=tolerance)
+
+
+def load(name):
+    return timm.create_model(name, pretrained=True)
+
+
+def command(*arguments, **env):
+    """The installed command, in a process of its own."""
+    script = os.path.join(os.path.dirname(sys.executable), 'convert_checkpoint')
+    return subprocess.run([script, *arguments], capture_output=True, text=True, env={**os.environ, **env})
+
+
+def push(*arguments, src='phase1.pth', repo_id='alice/net'):
+    return main([src, '--push-to-hub', repo_id, *arguments])
+
+
+# There and back
+
+
+@pytest.mark.parametrize('env', [{}, {'HF_HUB_DISABLE_XET': '1'}], ids=['default', 'lfs'])
+def test_round_trip(env, hub, folder):
+    done = command('phase1.pth', '--push-to-hub', 'alice/net', '--label-names', 'labels.txt', **env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith(f'written to net\npushed to {hub.url}/alice/net\n')
+    assert 'hf_alice' not in done.stdout + done.stderr
+    assert hub.files('alice/net').keys() == PUSHED
+    loaded = load('hf-hub:alice/net')
+    assert_same_function(load_source(), loaded)
+    assert_same_function(load('local-dir:net'), loaded, 0)
+    assert list(loaded.pretrained_cfg['label_names']) == ['cat', 'dog', 'horse']
+    assert any(re.search(r'^/lfs/' if env or not has_xet() else r'^/v1/xorbs/', path) for _, path in hub.requests)
+
+
+def has_xet():
+    try:
+        import hf_xet  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(('name', 'kwargs'), [
+    (CONV, dict(kernel_size=5, img_size=(16, 24), in_chans=1, drop_path_rate=0.1)),
+    (CONV, dict(hidden_chans=5, patch_size=(2, 4), depth=2, mlp_ratio=1.5, fc_norm=True)),
+    (CONV, dict(num_classes=0)),
+    (ATTN, dict(num_heads=4, head_dim=24, qkv_bias=False, attn_drop_rate=0.1)),
+    (ATTN, dict(norm_layer='rmsnorm', act_layer='silu', global_pool='max')),
+])
+def test_models_of_any_shape(name, kwargs, hub):
+    model = create(name, **kwargs)
+    assert push_to_hub(model, 'alice/net') == f'{hub.url}/alice/net'
+    assert_same_function(model, load('hf-hub:alice/net'), 0)
+
+
+def test_a_model_that_was_changed_and_trained_since_its_creation(hub):
+    model = create(ATTN, num_classes=10)
+    model.set_input_size(img_size=(16, 40))
+    model.reset_classifier(3, 'avg')
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.randn(2, 3, 16, 40)).square().mean().backward()
+    optimizer.step()
+    push_to_hub(torch.compile(model.to(memory_format=torch.channels_last)), 'alice/net')
+    loaded = load('hf-hub:alice/net')
+    assert_same_function(model, loaded, 0)
+    assert tuple(loaded.pretrained_cfg['input_size']) == (3, 16, 40)
+
+
+def test_save_for_hub(hub, folder):
+    model = create(dtype=torch.bfloat16)
+    save_for_hub(model, 'saved', label_names=['a', 'b', 'c'], license='mit')
+    assert {path.name for path in (folder / 'saved').iterdir()} == PUSHED - {'.gitattributes'}
+    tensors = safetensors.torch.load_file('saved/model.safetensors')
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in tensors.items())
+    loaded = load('local-dir:saved')
+    assert (loaded.pretrained_cfg['label_names'], loaded.pretrained_cfg['license']) == (['a', 'b', 'c'], 'mit')
+    with pytest.raises(CheckpointError, match='exists already'):
+        save_for_hub(model, 'saved')
+    save_for_hub(create(num_classes=5), 'saved', force=True)
+    assert load('local-dir:saved').num_classes == 5
+
+
+def test_a_source_on_the_hub(hub, folder):
+    model = create(in_chans=1, pretrained_cfg_overlay=dict(mean=[0.25], std=[0.5]))
+    push_to_hub(model, 'alice/phase1', label_names=['a', 'b', 'c'], license='mit')
+    push_to_hub(create(in_chans=1), 'alice/phase1', revision='other')
+    assert push(src='hf-hub:alice/phase1', repo_id='alice/phase2') == 0
+    loaded = load('hf-hub:alice/phase2')
+    assert_same_function(model, loaded)
+    config = loaded.pretrained_cfg
+    assert (config['mean'], config['std'], config['license']) == ([0.25], [0.5], 'mit')
+    assert list(config['label_names']) == ['a', 'b', 'c']
+    card = ModelCard(hub.files('alice/phase2')['README.md'].decode())
+    assert (card.data.base_model, card.data.license) == ('alice/phase1', 'mit')
+    assert 'hf-hub:alice/phase1' in card.text
+
+    convert_checkpoint('hf-hub:alice/phase1@other', 'other')
+    assert_same_function(load('hf-hub:alice/phase1@other'), load('local-dir:other'))
+
+
+def test_a_pickled_source_on_the_hub(hub, folder):
+    save_for_hub(create(), 'saved')
+    push_to_hub(create(), 'alice/net')
+    files = hub.files('alice/net')
+    del files['model.safetensors']
+    files['pytorch_model.bin'] = (folder / 'phase1.pth').read_bytes()
+    convert_checkpoint('hf-hub:alice/net', 'out')
+    assert_same_function(load_source(), load('local-dir:out'))
+
+
+# Where to
+
+
+def test_branch_and_message(hub, folder):
+    assert push('--revision', 'v2', '--commit-message', 'Second version') == 0
+    assert push('--revision', 'v2') == 0
+    assert hub.files('alice/net').keys() == {'.gitattributes'}
+    assert hub.files('alice/net', 'v2').keys() == PUSHED
+    assert hub.repositories['alice/net'].messages[1] == 'Second version'
+    assert_same_function(load_source(), load('hf-hub:alice/net@v2'))
+
+
+def test_pull_request_to_the_repository_of_someone_else(hub, folder, monkeypatch, capsys):
+    push_to_hub(create(ATTN), 'alice/net')
+    before = hub.files('alice/net')
+    monkeypatch.setenv('HF_TOKEN', 'hf_bob')
+    assert push('--create-pr') == 0
+    assert capsys.readouterr().out.endswith(f'pushed to {hub.url}/alice/net/discussions/1\n')
+    assert hub.files('alice/net') == before
+    assert hub.files('alice/net', 'refs/pr/1')['model.safetensors'] == (folder / 'net/model.safetensors').read_bytes()
+
+
+def test_private(hub, folder, monkeypatch, capsys):
+    assert push('--private') == 0
+    assert hub.repositories['alice/net'].private
+    monkeypatch.setenv('HF_TOKEN', 'hf_bob')
+    with pytest.raises(HubError, match='no such repository, or it is private'):
+        convert_checkpoint('hf-hub:alice/net', 'out')
+
+
+def test_private_is_not_what_a_public_repository_becomes(hub, folder, capsys):
+    push_to_hub(create(ATTN), 'alice/net')
+    before = hub.files('alice/net')
+    assert push('--private') == 3
+    assert 'alice/net exists already and is public' in capsys.readouterr().err
+    assert hub.files('alice/net') == before
+
+
+def test_readme_is_left_alone_unless_asked(hub, folder, caplog):
+    assert push() == 0
+    hub.files('alice/net')['README.md'] = b'written by hand'
+    assert push() == 0
+    assert 'has a README.md, which is left as it is' in caplog.text
+    assert hub.files('alice/net')['README.md'] == b'written by hand'
+    assert push('--overwrite-readme') == 0
+    assert b'library_name: timm' in hub.files('alice/net')['README.md']
+
+
+@pytest.mark.parametrize('other', ['classes', 'architecture', 'weights', 'config'])
+def test_another_model_is_not_replaced_unless_asked(other, hub, folder, capsys):
+    push_to_hub(create(ATTN, num_classes=7) if other == 'classes' else create(), 'alice/net')
+    files = hub.files('alice/net')
+    files['pytorch_model.bin'] = b'of some other model'
+    if other == 'weights':
+        del files['config.json']
+    if other == 'config':
+        files['config.json'] = b'{"model_type": "vit"'
+    before = dict(files)
+    assert push() == 3
+    assert 'alice/net holds another model' in one_line(capsys)
+    assert hub.files('alice/net') == before
+    assert push('--overwrite-model') == 0
+    assert hub.files('alice/net').keys() == PUSHED
+    assert_same_function(load_source(), load('hf-hub:alice/net'))
+
+
+def test_more_training_of_the_same_model_replaces_it(hub):
+    for _ in range(2):
+        model = create(ATTN)
+        push_to_hub(model, 'alice/net')
+    assert_same_function(model, load('hf-hub:alice/net'), 0)
+
+
+# The model card
+
+
+def test_model_card(hub, folder, monkeypatch):
+    (folder / 'results.json').write_text(json.dumps({'model': 'cmhsa_attn', 'top1': 92.25, 'top5': '99.5'}))
+    training = dict(model=CONV, epochs=80, lr=1e-3, opt='adamw', mixup=0.8, cutmix=0., data_dir='/home/alice/secret')
+    torch.save({'state_dict': create().state_dict(), 'arch': CONV, 'args': training}, 'last.pth.tar')
+    assert push('--dataset', 'uoft-cs/cifar100', '--dataset', 'alice/more', '--license', 'mit', '--results',
+                'results.json', src='last.pth.tar') == 0
+    text = hub.files('alice/net')['README.md'].decode()
+    card = ModelCard(text, ignore_metadata_errors=False)
+    data = card.data
+    assert (data.library_name, data.pipeline_tag, data.license) == ('timm', 'image-classification', 'mit')
+    assert {'timm', 'cmhsa'} <= set(data.tags)
+    assert data.datasets == ['uoft-cs/cifar100', 'alice/more']
+    assert data.base_model is None
+    assert [(r.metric_name, r.metric_value, r.dataset_type) for r in data.eval_results] == [
+        ('Top-1 accuracy', 92.25, 'uoft-cs/cifar100'), ('Top-5 accuracy', 99.5, 'uoft-cs/cifar100')]
+    for said in ('9 of 9', 'Theorem 1', 'last.pth.tar', '3 x 3 convolution', 'epochs: 80', 'mixup: 0.8', 'opt: adamw',
+                 'largest logit', 'Mean: 0.485, 0.456, 0.406', '@article{li2021can'):
+        assert said in card.text
+    assert 'cutmix' not in text
+    assert 'secret' not in text
+    assert json.loads(hub.files('alice/net')['config.json'])['pretrained_cfg']['license'] == 'mit'
+
+    # what it says of loading is so
+    Image.new('RGB', (48, 48)).save('image.png')
+    names = {}
+    exec(re.search(r'```python\n(.*?)```', text, re.DOTALL).group(1), names)
+    assert names['probabilities'].sum().item() == pytest.approx(1)
+
+
+@pytest.mark.parametrize(('name', 'kwargs', 'tag'), [
+    (CONV, {}, 'image-classification'), (ATTN, dict(num_classes=0), 'image-feature-extraction')])
+def test_model_cards_pass_the_validation_of_huggingface_hub(name, kwargs, tag, hub, tmp_path):
+    save_for_hub(create(name, **kwargs), tmp_path / 'saved', 'alice/net')
+    card = ModelCard.load(tmp_path / 'saved' / 'README.md', ignore_metadata_errors=False)
+    assert card.data.pipeline_tag == tag
+    assert 'hf-hub:alice/net' in card.text
+    assert metadata_load(tmp_path / 'saved' / 'README.md') == card.data.to_dict()
+    push_to_hub(create(name, **kwargs), 'alice/net')
+    assert ('POST', '/api/validate-yaml') in hub.requests
+
+
+def test_a_card_that_the_hub_does_not_accept(hub, folder, capsys):
+    assert push('--license', 'none-such') == 3
+    assert 'license' in one_line(capsys)
+    assert hub.files('alice/net').keys() == {'.gitattributes'}
+
+
+# What goes wrong
+
+
+def one_line(capsys):
+    error = [line for line in re.split('[\r\n]', capsys.readouterr().err) if line.startswith('convert_checkpoint: ')]
+    assert len(error) == 1
+    assert not re.search('hf_[a-z]', error[0])
+    return error[0]
+
+
+def assert_kept(hub, error):
+    """The converted model is on disk, where the message says, and a second run puts it on the Hub."""
+    assert error.endswith('The converted model is kept in net.')
+    assert_same_function(load_source(), load('local-dir:net'))
+    os.environ['HF_TOKEN'] = 'hf_alice'
+    assert push() == 0
+    assert_same_function(load_source(), load('hf-hub:alice/net'))
+
+
+def test_no_token(hub, folder, monkeypatch, capsys):
+    monkeypatch.delenv('HF_TOKEN')
+    assert push() == 3
+    error = one_line(capsys)
+    assert 'no token' in error
+    assert 'HF_TOKEN' in error
+    assert_kept(hub, error)
+
+
+@pytest.mark.parametrize('token', ['hf_mallory', 'hf_caf\xe9', 'hf_a b\x07'])
+def test_wrong_token(token, hub, folder, monkeypatch, capsys):
+    monkeypatch.setenv('HF_TOKEN', token)
+    assert push() == 3
+    error = one_line(capsys)
+    assert ('(401)' if token == 'hf_mallory' else 'characters that no token has') in error
+    assert token[3:] not in error
+    assert_kept(hub, error)
+
+
+def test_no_right_to_the_repository(hub, folder, monkeypatch, capsys):
+    push_to_hub(create(ATTN), 'alice/net')
+    before = hub.files('alice/net')
+    monkeypatch.setenv('HF_TOKEN', 'hf_bob')
+    assert push() == 3
+    error = one_line(capsys)
+    assert '(403)' in error
+    assert 'write access to alice/net' in error
+    assert hub.files('alice/net') == before
+    assert_kept(hub, error)
+
+
+def test_server_error(hub, folder, capsys):
+    hub.fail('POST', '/api/repos/create', 503)
+    assert push() == 3
+    error = one_line(capsys)
+    assert 'error 503: try again later' in error
+    assert_kept(hub, error)
+
+
+@pytest.mark.skipif(not has_xet(), reason='this huggingface_hub does not upload by Xet')
+@pytest.mark.parametrize(('path', 'status', 'said'), [
+    ('xet-write-token', 403, 'it needs write access'), ('^/v1/xorbs/', 401, 'does not accept the token')])
+def test_refusals_in_mid_upload(path, status, said, hub, folder, capsys):
+    hub.fail('GET', path, status, times=100)
+    hub.fail('POST', path, status, times=100)
+    assert push() == 3
+    error = one_line(capsys)
+    assert said in error
+    hub.failures.clear()
+    assert_kept(hub, error)
+
+
+@pytest.mark.parametrize('status', [503, 'cut'])
+def test_failed_uploads_are_retried_as_huggingface_hub_does(status, hub, folder):
+    hub.fail('PUT', '^/lfs/', status)
+    assert command('phase1.pth', '--push-to-hub', 'alice/net', HF_HUB_DISABLE_XET='1').returncode == 0
+    assert len([path for method, path in hub.requests if method == 'PUT']) == 2
+    assert hub.files('alice/net').keys() == PUSHED
+
+
+def test_no_network(hub, folder):
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        url = f'http://127.0.0.1:{unused.getsockname()[1]}'
+        done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_ENDPOINT=url)
+    assert done.returncode == 3
+    assert done.stderr.count('\n') == 1
+    assert f'no connection to the Hub at {url}' in done.stderr
+    assert_kept(hub, done.stderr.rstrip())
+
+
+def test_offline(hub, folder):
+    done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_HUB_OFFLINE='1')
+    assert done.returncode == 3
+    assert 'HF_HUB_OFFLINE is set' in done.stderr
+    assert_kept(hub, done.stderr.rstrip())
+
+
+def test_commit_cut_off(hub, folder, capsys):
+    hub.fail('POST', '/commit/', 'cut')
+    assert push() == 3
+    assert hub.files('alice/net').keys() == {'.gitattributes'}
+    assert_kept(hub, one_line(capsys))
+
+
+def test_killed_in_mid_upload_a_second_run_completes_it(hub, folder):
+    hub.fail('POST', UPLOAD, 'hold')
+    hub.fail('PUT', UPLOAD, 'hold')
+    script = os.path.join(os.path.dirname(sys.executable), 'convert_checkpoint')
+    process = subprocess.Popen([script, 'phase1.pth', '--push-to-hub', 'alice/net'], stderr=subprocess.DEVNULL)
+    assert hub.held.wait(120)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    hub.release.set()
+    hub.failures.clear()
+    assert hub.files('alice/net').keys() == {'.gitattributes'}
+    assert_kept(hub, 'The converted model is kept in net.')
+
+
+def test_a_folder_of_another_source_is_not_overwritten(hub, folder, capsys):
+    assert push() == 0
+    torch.save(create().state_dict(), 'other.pth')
+    assert push(src='other.pth') == 2
+    assert 'net exists already' in one_line(capsys)
+    assert_same_function(load_source(), load('local-dir:net'))
+    assert push('--force', src='other.pth') == 0
+
+
+@pytest.mark.parametrize(('arguments', 'said'), [
+    (['--push-to-hub', 'net'], 'expected USER/NAME'),
+    (['--push-to-hub', 'alice/../net'], 'expected USER/NAME'),
+    (['--push-to-hub', 'alice/net', '--create-pr', '--revision', 'v2'], 'a pull request is always to the main branch'),
+    (['--push-to-hub', 'alice/net', '--label-names', 'none.txt'], 'No such file'),
+    (['--push-to-hub', 'alice/net', '--label-names', 'two.txt'], '3 classes, where 2'),
+    (['--push-to-hub', 'alice/net', '--label-names', 'twice.txt'], "'a' was given more than once"),
+    (['--push-to-hub', 'alice/net', '--label-names', 'gap.txt'], 'an empty line'),
+    (['--push-to-hub', 'alice/net', '--label-names', 'labels.txt', '--num-classes', '5'], '3 label names'),
+    (['--push-to-hub', 'alice/net', '--results', 'labels.txt'], 'cannot be read as JSON'),
+    (['--push-to-hub', 'alice/net', '--results', 'none.json'], 'top1'),
+    (['out.pth', '--push-to-hub', 'alice/net'], 'is the name of a file'),
+])
+def test_bad_input_writes_and_sends_nothing(arguments, said, hub, folder, capsys):
+    for name, content in {
+            'two.txt': 'a\nb\n', 'twice.txt': 'a\nb\na\n', 'gap.txt': 'a\n\nb\n', 'none.json': '{"top1": 920}'}.items():
+        (folder / name).write_text(content)
+    before = set(folder.iterdir())
+    assert main(['phase1.pth', *arguments]) == 2
+    assert said in one_line(capsys)
+    assert set(folder.iterdir()) == before
+    assert not hub.requests
+
+
+@pytest.mark.parametrize('arguments', [['out', '--private'], ['out', '--dataset', 'x'], []])
+def test_options_of_the_hub_need_it(arguments, folder, capsys):
+    with pytest.raises(SystemExit):
+        main(['phase1.pth', *arguments])
+    assert '--push-to-hub' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(('source', 'said'), [
+    ('hf-hub:alice/none', 'no such repository'),
+    ('hf-hub:alice/net@none', 'no such revision'),
+    ('hf-hub:alice/empty', 'has no config.json'),
+    ('hf-hub:alice/light', 'has no model.safetensors or'),
+    ('hf-hub:a b/c', "a b/c: Repo id"),
+    ('hf-hub:alice/broken', 'is truncated or not a safetensors file'),
+])
+def test_sources_on_the_hub_that_cannot_be_read(source, said, hub, folder, capsys):
+    for name in ('net', 'empty', 'light', 'broken'):
+        push_to_hub(create(), f'alice/{name}')
+    del hub.files('alice/empty')['config.json']
+    del hub.files('alice/light')['model.safetensors']
+    hub.files('alice/broken')['model.safetensors'] = b'broken'
+    assert main([source, 'out']) in (2, 3)
+    assert said in one_line(capsys)
+    assert not (folder / 'out').exists()
+
+
+def test_a_source_without_network(folder):
+    with socket.socket() as unused:
+        unused.bind(('127.0.0.1', 0))
+        url = f'http://127.0.0.1:{unused.getsockname()[1]}'
+        done = command('hf-hub:alice/never-fetched', 'out', HF_ENDPOINT=url)
+    assert done.returncode == 3
+    assert 'no connection to the Hub' in done.stderr.splitlines()[-1]
+
+
+def test_models_that_timm_could_not_make_again(hub):
+    with pytest.raises(CheckpointError, match='a ResNet is not a model of timm_cmhsa'):
+        push_to_hub(timm.create_model('test_resnet'), 'alice/net')
+    model = create()
+    model.blocks[0].mlp.act = nn.Tanh()
+    with pytest.raises(CheckpointError, match='changed after its creation'):
+        push_to_hub(model, 'alice/net')
+    with pytest.raises(CheckpointError, match='the name that timm has for it'):
+        push_to_hub(create(norm_layer=nn.LayerNorm), 'alice/net')
+    with pytest.raises(CheckpointError, match='2 label names were given for 3 classes'):
+        push_to_hub(create(), 'alice/net', label_names=['a', 'b'])
+    assert not hub.requests
