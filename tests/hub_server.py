@@ -52,6 +52,7 @@ class HubServer(ThreadingHTTPServer):
     def __init__(self):
         super().__init__(('127.0.0.1', 0), Handler)
         self.url = f'http://127.0.0.1:{self.server_port}'
+        self.held, self.release = threading.Event(), threading.Event()
         self.blobs = {}  # by SHA-256
         self.xet = XetStore(self.blobs)  # whose clients remember what they have sent: never emptied
         self.reset()
@@ -59,7 +60,8 @@ class HubServer(ThreadingHTTPServer):
 
     def reset(self):
         self.repositories, self.requests, self.failures = {}, [], []
-        self.held, self.release = threading.Event(), threading.Event()
+        self.held.clear()
+        self.release.clear()
 
     def fail(self, method, path, status, times=1):
         """Answer the next requests that match with an error.

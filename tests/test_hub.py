@@ -385,14 +385,20 @@ def test_commit_cut_off(hub, folder, capsys):
     assert_kept(hub, one_line(capsys))
 
 
-def test_killed_in_mid_upload_a_second_run_completes_it(hub, folder):
+@pytest.mark.parametrize('signum', [signal.SIGKILL, signal.SIGINT])
+def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     hub.fail('POST', UPLOAD, 'hold')
     hub.fail('PUT', UPLOAD, 'hold')
     script = os.path.join(os.path.dirname(sys.executable), 'convert_checkpoint')
-    process = subprocess.Popen([script, 'phase1.pth', '--push-to-hub', 'alice/net'], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [script, 'phase1.pth', '--push-to-hub', 'alice/net'], text=True, stderr=subprocess.PIPE)
     assert hub.held.wait(120)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.send_signal(signum)
+    error = process.communicate()[1]
+    assert 'Traceback' not in error
+    if signum == signal.SIGINT:
+        assert '\nconvert_checkpoint: interrupted. The same command goes on from here.\n' in error
+        assert process.returncode == 130
     hub.release.set()
     hub.failures.clear()
     assert hub.files('alice/net').keys() == {'.gitattributes'}

@@ -1,6 +1,7 @@
 """The `convert_checkpoint` command: a phase-1 checkpoint in, a phase-2 checkpoint out, on disk and on the Hub."""
 import argparse
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
@@ -37,6 +38,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     except (CheckpointError, HubError, VerificationError, OSError) as e:
         print(f'convert_checkpoint: {e}', file=sys.stderr)
         return 1 if isinstance(e, VerificationError) else 3 if isinstance(e, HubError) else 2
+    except KeyboardInterrupt:
+        print('\nconvert_checkpoint: interrupted. The same command goes on from here.', file=sys.stderr)
+        return 128 + signal.SIGINT
     return 0
 
 
