@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument('--num-train', type=int, default=400, help='training images (default: %(default)s)')
     parser.add_argument('--seed', type=int, default=0, help='of places and split (default: %(default)s)')
     parser.add_argument(
-        '--canvas', type=int, default=CANVAS, help='pixels of a side, at least %d (default: %%(default)s)' % DIGIT)
+        '--canvas', type=int, default=CANVAS, help=f'pixels of a side, at least {DIGIT} (default: %(default)s)')
     args = parser.parse_args()
     if not 1 <= args.num_train < NUM_IMAGES:
         parser.error(f'--num-train must be between 1 and {NUM_IMAGES - 1}')

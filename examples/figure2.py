@@ -11,12 +11,10 @@ from typing import Any, Dict, List
 import matplotlib
 import numpy as np
 from runs import Run, run_all
-from table1 import ROWS, add_options, check_options, choose_rates, plan, spread
+from table1 import ROWS, TUNING_SIZE, add_options, check_options, choose_rates, plan, spread
 
 matplotlib.use('Agg')
 from matplotlib import pyplot as plt
-
-NUM_TRAIN = 300
 
 
 def main() -> None:
@@ -43,7 +41,7 @@ def plan_curves(rates: Dict[str, float], args: argparse.Namespace) -> Dict[str, 
         for warmup in ('with', 'without'):
             curves[f'{start}, {warmup} warm-up'] = runs = []
             for seed in range(args.seeds):
-                run = plan(row, rates, NUM_TRAIN, seed, args.images_per_phase)
+                run = plan(row, rates, TUNING_SIZE, seed, args.images_per_phase)
                 stage = run.stage._replace(eval_every=1)
                 if warmup == 'without':
                     stage = stage._replace(warmup_epochs=0)

@@ -9,9 +9,18 @@ import statistics
 from typing import Dict, NamedTuple, Optional
 
 from runs import Run, run_all
-from table1 import ATTN, ROWS, TUNING_SEEDS, Row, add_options, check_options, choose_rates, plan, spread
-
-NUM_TRAIN = 300
+from table1 import (
+    ATTN,
+    ROWS,
+    TUNING_SEEDS,
+    TUNING_SIZE,
+    Row,
+    add_options,
+    check_options,
+    choose_rates,
+    plan,
+    spread,
+)
 
 
 class Start(NamedTuple):
@@ -39,7 +48,7 @@ def main() -> None:
     tuned = tune(rates, args)
     runs = [plan_start(start, row, {**rates, row.title: tuned[start]}, seed, args)
             for start in STARTS for row in TWO_PHASES for seed in range(args.seeds)]
-    alone = [plan(ATTENTION_ALONE, rates, NUM_TRAIN, seed, args.images_per_phase) for seed in range(args.seeds)]
+    alone = [plan(ATTENTION_ALONE, rates, TUNING_SIZE, seed, args.images_per_phase) for seed in range(args.seeds)]
     runs += alone + [run._replace(zero_key=False) for run in alone]
     results = iter(run_all(runs, args.output / 'runs', 'starts'))
 
@@ -76,7 +85,7 @@ def tune(rates: Dict[str, float], args: argparse.Namespace) -> Dict[Start, float
 
 
 def plan_start(start: Start, row: Row, rates: Dict[str, float], seed: int, args: argparse.Namespace) -> Run:
-    run = plan(row, rates, NUM_TRAIN, seed, args.images_per_phase)
+    run = plan(row, rates, TUNING_SIZE, seed, args.images_per_phase)
     if start.num_heads != 9:
         run = run._replace(stage=run.stage._replace(model_args={**run.stage.model_args, 'num_heads': start.num_heads}))
     return run._replace(sharpness=start.sharpness, zero_key=start.zero_key)

@@ -3,8 +3,8 @@
 By default every row is a scaled-down model on the digits, trained on 100, 300 and 900 images with 5 seeds: about two
 hours on 2 cores. All rows see as many images in training, two-phase rows half of them in each phase. A row's learning
 rate is its own best of the same few, by validation images of two more seeds; of two-phase rows that is phase 2's, and
-phase 1 has the rate of the row of the first phase alone. `--paper TIMM` is the paper's scale: it
-drives `train.py` of TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100.
+phase 1 has the rate of the row of the first phase alone. `--paper TIMM` is the paper's scale: it drives `train.py` of
+TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100.
 
 The output folder gets the table and the plot. What was stopped goes on where it stopped.
 """
@@ -176,7 +176,8 @@ def train_all(rates: Dict[str, float], args: argparse.Namespace) -> Results:
 def plan(row: Row, rates: Dict[str, float], size: int, seed: int, images: int) -> Run:
     """The run of a row's last phase, with that of its first if there are two."""
     epochs = images // size * (2 if len(row.phases) == 1 else 1)
-    regularisation = {} if row.deit else dict(weight_decay=0., smoothing=0.)  # nor the crops, below
+    # ViT-base's row has none of it, and no random crops either (`augment`)
+    regularisation = {} if row.deit else dict(weight_decay=0., smoothing=0.)
 
     def run(phase: int, rate: float, **kwargs: Any) -> Run:
         model, model_args = row.phases[phase]
