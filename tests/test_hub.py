@@ -161,8 +161,9 @@ def test_a_pickled_source_on_the_hub(hub, folder):
 # Where to
 
 
-def test_branch_and_message(hub, folder):
+def test_branch_and_message(hub, folder, capsys):
     assert push('--revision', 'v2', '--commit-message', 'Second version') == 0
+    assert capsys.readouterr().out.endswith(f'pushed to {hub.url}/alice/net/tree/v2\n')
     assert push('--revision', 'v2') == 0
     assert hub.files('alice/net').keys() == {'.gitattributes'}
     assert hub.files('alice/net', 'v2').keys() == PUSHED
@@ -222,6 +223,13 @@ def test_another_model_is_not_replaced_unless_asked(other, hub, folder, capsys):
     assert push('--overwrite-model') == 0
     assert hub.files('alice/net').keys() == PUSHED
     assert_same_function(load_source(), load('hf-hub:alice/net'))
+
+
+def test_label_names_of_an_earlier_head_are_not_published(hub):
+    push_to_hub(create(), 'alice/net', label_names=['a', 'b', 'c'])
+    model = timm.create_model('hf-hub:alice/net', pretrained=True, num_classes=2)
+    push_to_hub(model, 'alice/other')
+    assert load('hf-hub:alice/other').pretrained_cfg.get('label_names') is None
 
 
 def test_more_training_of_the_same_model_replaces_it(hub):

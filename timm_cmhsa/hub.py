@@ -86,7 +86,7 @@ def save_for_hub(
         folder: New folder.
         repo_id: Name on the Hub that the model card speaks of.
         force: Overwrite an earlier model in the folder.
-        **about: See `describe`.
+        **about: Label names, license and the like, see `timm_cmhsa.hub.describe`.
 
     Raises:
         CheckpointError: If timm could not make this model again, or the folder cannot be written. Nothing was written.
@@ -131,7 +131,8 @@ def describe(
         CheckpointError: If the names are not as many as the classes.
     """
     config = {key: value for key, value in model.pretrained_cfg.items() if value is not None}
-    label_names = label_names or config.pop('label_names', None)
+    if label_names is None and len(config.get('label_names', ())) == model.num_classes:  # else of an earlier head
+        label_names = config.get('label_names')
     check_label_names(label_names, model.num_classes)
     license = license or config.get('license') or 'apache-2.0'
     for key in ('architecture', 'label_names', 'source', 'file', 'hf_hub_id', 'hf_hub_filename', 'url', 'tag'):
@@ -178,7 +179,7 @@ def push_to_hub(
         commit_message: First line of the commit.
         overwrite_readme: Replace a README.md that is there; by default it is left alone.
         overwrite_model: Replace another model (of another architecture, shape or number of classes) that is there.
-        **about: See `describe`.
+        **about: Label names, license and the like, see `timm_cmhsa.hub.describe`.
 
     Returns:
         Address of the model, or of the pull request.
@@ -227,14 +228,16 @@ def upload(
         raise HubError(f'{repo_id}: the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
     api = HfApi(library_name='timm_cmhsa', library_version=__version__)
     with _explained(repo_id):
-        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        # not private=False, which would make it public where an organisation's repositories are private
+        url = api.create_repo(repo_id, private=True, exist_ok=True) if private else api.create_repo(
+            repo_id, exist_ok=True)
         if private and not api.model_info(repo_id).private:
             raise HubError(f'{repo_id} exists already and is public: make it private in its settings, or take another.')
         names, sha = _list_branch(api, repo_id, revision)
         _check_same_model(folder, repo_id, names, sha, overwrite_model)
         keep_readme = 'README.md' in names and not overwrite_readme
         if keep_readme:
-            _logger.warning(f'{repo_id} has a README.md, which is left as it is.')
+            _logger.warning(f'{repo_id} has a README.md, which is left as it is: overwrite_readme would replace it.')
         sent = [path for path in sorted(folder.iterdir()) if not (keep_readme and path.name == 'README.md')]
         stale = names - {path.name for path in sent} if overwrite_model else set()
         commit = api.create_commit(
@@ -247,7 +250,7 @@ def upload(
             revision=revision,
             create_pr=create_pr,
         )
-    return commit.pr_url or str(url)
+    return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
 
 
 def _list_branch(api: HfApi, repo_id: str, revision: Optional[str]) -> Tuple[set, str]:
