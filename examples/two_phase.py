@@ -158,8 +158,10 @@ def train(
     scheduler, _ = create_scheduler_v2(
         optimizer, num_epochs=stage.epochs, warmup_epochs=min(stage.warmup_epochs, stage.epochs // 2), warmup_lr=1e-6,
         min_lr=1e-5, step_on_epochs=False, updates_per_epoch=len(loader))
-    checkpoint_args = argparse.Namespace(
-        model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.model_args['img_size']))
+    checkpoint_args = argparse.Namespace(  # with train.py's names, which the conversion and the model card read
+        model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.model_args['img_size']),
+        epochs=stage.epochs, batch_size=BATCH_SIZE, opt='adamw', lr=stage.lr, sched='cosine',
+        warmup_epochs=stage.warmup_epochs, weight_decay=stage.weight_decay, smoothing=stage.smoothing, seed=seed)
     saver = CheckpointSaver(model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=1)
 
     last, history_file = folder / 'last.pth.tar', folder / 'history.json'

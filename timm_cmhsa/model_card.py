@@ -91,8 +91,8 @@ def model_card(
         tags=['timm', 'cmhsa', 'vision-transformer'],
         datasets=list(datasets) or None,
         base_model=base_model,
-        model_name=repo_id.split('/')[-1],
-        eval_results=_eval_results(task, datasets, results or {}) or None,
+        model_name=repo_id.split('/')[-1] if results else None,
+        eval_results=_eval_results(task, datasets, results) if results else None,
     )
     return str(card)
 
@@ -106,7 +106,8 @@ def _model_details(model: Cmhsa) -> Dict[str, Any]:
         'Model Stats': {
             'Architecture': model.pretrained_cfg['architecture'],
             'Params (M)': f'{sum(p.numel() for p in model.parameters()) / 1e6:.1f}',
-            'Image size': f'{height} x {width}, {model.in_chans} channels',
+            'Image size': f'{height} x {width}',
+            'Image channels': model.in_chans,
             'Tokens': f'{grid_h} x {grid_w} of width {model.embed_dim}',
             'Token mixer': _token_mixer(model),
         },
