@@ -1,4 +1,5 @@
 import os
+import shutil
 import tempfile
 
 import pytest
@@ -32,5 +33,6 @@ def _fused_attn_restored():
 def hub(monkeypatch):
     """The Hub, empty, with alice logged in."""
     HUB.reset()
+    shutil.rmtree(os.path.join(HUB_HOME.name, 'hub'), ignore_errors=True)  # what huggingface_hub has fetched
     monkeypatch.setenv('HF_TOKEN', 'hf_alice')
     return HUB

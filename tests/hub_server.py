@@ -60,6 +60,8 @@ class HubServer(ThreadingHTTPServer):
 
     def reset(self):
         self.repositories, self.requests, self.failures = {}, [], []
+        self.before_commit = lambda: None
+        self.private_by_default = False  # as an organisation can have it
         self.held.clear()
         self.release.clear()
 
@@ -99,7 +101,7 @@ class Handler(BaseHTTPRequestHandler):
         self.body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         try:
             if failure is not None:
-                raise Refusal(failure[2], 'made to fail')
+                raise Refusal(failure[2], f"made to fail, with {self.headers.get('Authorization')}")
             for method, pattern, function in ROUTES:
                 match = re.fullmatch(pattern, path)
                 if match and (method == self.command or (method, self.command) == ('GET', 'HEAD')):
@@ -158,8 +160,8 @@ class Handler(BaseHTTPRequestHandler):
         if repo_id in self.server.repositories:
             self.answer({'error': 'You already created this model repo', 'url': url}, 409)
             return
-        private = body.get('private') or body.get('visibility') == 'private'
-        self.server.repositories[repo_id] = Repository(bool(private))
+        private = {'private': True, 'public': False}.get(body.get('visibility'), body.get('private'))
+        self.server.repositories[repo_id] = Repository(self.server.private_by_default if private is None else private)
         self.answer({'url': url, 'name': repo_id})
 
     def info(self, repo_id, revision=None):
@@ -230,14 +232,18 @@ class Handler(BaseHTTPRequestHandler):
         self.answer({'result': 1})
 
     def commit(self, repo_id, revision):
+        self.server.before_commit()
         create_pr = bool(self.query.get('create_pr'))
         repository = self.repository(repo_id, write=not create_pr)
-        files = dict(repository.commits[repository.find(revision)])
+        head = repository.find(revision)
+        files = dict(repository.commits[head])
         message = ''
         for line in self.body.splitlines():
             key, value = (item := json.loads(line))['key'], item['value']
             if key == 'header':
                 message = value['summary']
+                if value.get('parentCommit', head) != head:
+                    raise Refusal(412, 'A commit has happened since. Please refresh and try again.')
             elif key == 'file':
                 files[value['path']] = base64.b64decode(value['content'])
             elif key == 'lfsFile':

@@ -6,7 +6,9 @@ import signal
 import socket
 import subprocess
 import sys
+import traceback
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -35,7 +37,7 @@ def folder(tmp_path, monkeypatch):
     """The working folder, with a phase-1 checkpoint and label names."""
     monkeypatch.chdir(tmp_path)
     torch.save(create().state_dict(), 'phase1.pth')
-    (tmp_path / 'labels.txt').write_text('cat\ndog\nhorse\n')
+    (tmp_path / 'labels.txt').write_text('cat\ndog\nhorse\n', encoding='utf-8-sig')  # as Windows writes it
     return tmp_path
 
 
@@ -156,6 +158,7 @@ def test_a_pickled_source_on_the_hub(hub, folder):
     files['pytorch_model.bin'] = (folder / 'phase1.pth').read_bytes()
     convert_checkpoint('hf-hub:alice/net', 'out')
     assert_same_function(load_source(), load('local-dir:out'))
+    assert command('hf-hub:alice/net', 'offline', HF_HUB_OFFLINE='1').returncode == 0
 
 
 # Where to
@@ -207,20 +210,24 @@ def test_readme_is_left_alone_unless_asked(hub, folder, caplog):
     assert b'library_name: timm' in hub.files('alice/net')['README.md']
 
 
-@pytest.mark.parametrize('other', ['classes', 'architecture', 'weights', 'config'])
+@pytest.mark.parametrize('other', ['classes', 'labels', 'architecture', 'weights', 'config', 'heads', 'resnet'])
 def test_another_model_is_not_replaced_unless_asked(other, hub, folder, capsys):
-    push_to_hub(create(ATTN, num_classes=7) if other == 'classes' else create(), 'alice/net')
+    models = {'classes': create(ATTN, num_classes=7), 'labels': create(ATTN), 'heads': create(ATTN, num_heads=12)}
+    push_to_hub(models.get(other, create()), 'alice/net', label_names=list('abc') if other == 'labels' else None)
     files = hub.files('alice/net')
     files['pytorch_model.bin'] = b'of some other model'
     if other == 'weights':
         del files['config.json']
     if other == 'config':
         files['config.json'] = b'{"model_type": "vit"'
+    if other == 'resnet':
+        files['config.json'] = b'{"architecture": "resnet18", "num_classes": 3}'
+        del files['model.safetensors'], files['pytorch_model.bin']
     before = dict(files)
-    assert push() == 3
+    assert push('--label-names', 'labels.txt') == 3
     assert 'alice/net holds another model' in one_line(capsys)
     assert hub.files('alice/net') == before
-    assert push('--overwrite-model') == 0
+    assert push('--overwrite-model', '--label-names', 'labels.txt') == 0
     assert hub.files('alice/net').keys() == PUSHED
     assert_same_function(load_source(), load('hf-hub:alice/net'))
 
@@ -229,7 +236,12 @@ def test_label_names_of_an_earlier_head_are_not_published(hub):
     push_to_hub(create(), 'alice/net', label_names=['a', 'b', 'c'])
     model = timm.create_model('hf-hub:alice/net', pretrained=True, num_classes=2)
     push_to_hub(model, 'alice/other')
-    assert load('hf-hub:alice/other').pretrained_cfg.get('label_names') is None
+    assert not load('hf-hub:alice/other').pretrained_cfg.get('label_names')
+    assert '"c"' not in hub.files('alice/other')['config.json'].decode()
+    assert ModelCard(hub.files('alice/other')['README.md'].decode()).data.base_model == 'alice/net'
+    push_to_hub(load('hf-hub:alice/net'), 'alice/more', label_names=np.array(['d', 'e', 'f']))
+    assert list(load('hf-hub:alice/more').pretrained_cfg['label_names']) == ['d', 'e', 'f']
+    assert '"c"' not in hub.files('alice/more')['config.json'].decode()
 
 
 def test_more_training_of_the_same_model_replaces_it(hub):
@@ -299,9 +311,9 @@ def one_line(capsys):
     return error[0]
 
 
-def assert_kept(hub, error):
+def assert_kept(hub, error=None):
     """The converted model is on disk, where the message says, and a second run puts it on the Hub."""
-    assert error.endswith('The converted model is kept in net.')
+    assert error is None or error.endswith('The converted model is kept in net.')
     assert_same_function(load_source(), load('local-dir:net'))
     os.environ['HF_TOKEN'] = 'hf_alice'
     assert push() == 0
@@ -334,7 +346,7 @@ def test_no_right_to_the_repository(hub, folder, monkeypatch, capsys):
     assert push() == 3
     error = one_line(capsys)
     assert '(403)' in error
-    assert 'write access to alice/net' in error
+    assert 'the right to write' in error
     assert hub.files('alice/net') == before
     assert_kept(hub, error)
 
@@ -349,7 +361,7 @@ def test_server_error(hub, folder, capsys):
 
 @pytest.mark.skipif(not has_xet(), reason='this huggingface_hub does not upload by Xet')
 @pytest.mark.parametrize(('path', 'status', 'said'), [
-    ('xet-write-token', 403, 'it needs write access'), ('^/v1/xorbs/', 401, 'does not accept the token')])
+    ('xet-write-token', 403, 'the right to write'), ('^/v1/xorbs/', 401, 'does not accept the token')])
 def test_refusals_in_mid_upload(path, status, said, hub, folder, capsys):
     hub.fail('GET', path, status, times=100)
     hub.fail('POST', path, status, times=100)
@@ -410,21 +422,60 @@ def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     hub.release.set()
     hub.failures.clear()
     assert hub.files('alice/net').keys() == {'.gitattributes'}
-    assert_kept(hub, 'The converted model is kept in net.')
+    assert_kept(hub)
 
 
-def test_a_folder_of_another_source_is_not_overwritten(hub, folder, capsys):
+@pytest.mark.parametrize('what', ['source', 'heads', 'license', 'readme'])
+def test_a_folder_that_holds_something_else_is_not_overwritten(what, hub, folder, capsys):
     assert push() == 0
     torch.save(create().state_dict(), 'other.pth')
-    assert push(src='other.pth') == 2
+    if what == 'readme':
+        (folder / 'net' / 'README.md').write_text('by hand')
+    arguments = {'heads': ['--num-heads', '12'], 'license': ['--license', 'mit']}.get(what, [])
+    src = 'other.pth' if what == 'source' else 'phase1.pth'
+    before = {path: path.read_bytes() for path in (folder / 'net').iterdir()}
+    assert push(*arguments, src=src) == 2
     assert 'net exists already' in one_line(capsys)
-    assert_same_function(load_source(), load('local-dir:net'))
-    assert push('--force', src='other.pth') == 0
+    assert {path: path.read_bytes() for path in (folder / 'net').iterdir()} == before
+    assert push('--force', '--overwrite-model', *arguments, src=src) == 0
+    assert {path.name for path in folder.iterdir()} == {'phase1.pth', 'other.pth', 'labels.txt', 'net'}
+
+
+def test_a_commit_in_mid_upload_is_not_overwritten(hub, folder, capsys):
+    push_to_hub(create(ATTN), 'alice/net')
+    hub.before_commit = lambda: hub.repositories['alice/net'].commit('main', {'README.md': b'by hand'}, 'by hand')
+    assert push() == 3
+    assert 'error 412' in one_line(capsys)
+    assert hub.files('alice/net') == {'README.md': b'by hand'}
+
+
+def test_full_disk(hub, folder):
+    done = subprocess.run(
+        [sys.executable, '-c', 'import resource, signal, sys; from timm_cmhsa.cli import main;'
+         'signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000));'
+         'sys.exit(main(sys.argv[1:]))', 'phase1.pth', '--push-to-hub', 'alice/net'], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert 'cannot be written' in done.stderr
+    assert {path.name for path in folder.iterdir()} == {'phase1.pth', 'labels.txt'}
+
+
+@pytest.mark.parametrize('path', ['/api/repos/create', '/preupload/', '/commit/'])
+def test_the_token_is_never_printed(path, hub, caplog):
+    hub.fail('POST', path, 418)
+    with pytest.raises(HubError, match=r'error 418: .*made to fail') as error:
+        push_to_hub(create(), 'alice/net')
+    assert 'hf_alice' not in ''.join(traceback.format_exception(error.value)) + caplog.text
+
+
+def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
+    hub.private_by_default = True
+    push_to_hub(create(), 'alice/net')
+    assert hub.repositories['alice/net'].private
 
 
 @pytest.mark.parametrize(('arguments', 'said'), [
     (['--push-to-hub', 'net'], 'expected USER/NAME'),
-    (['--push-to-hub', 'alice/../net'], 'expected USER/NAME'),
+    (['--push-to-hub', 'alice/../net'], 'is not the name of a repository'),
     (['--push-to-hub', 'alice/net', '--create-pr', '--revision', 'v2'], 'a pull request is always to the main branch'),
     (['--push-to-hub', 'alice/net', '--label-names', 'none.txt'], 'No such file'),
     (['--push-to-hub', 'alice/net', '--label-names', 'two.txt'], '3 classes, where 2'),
@@ -436,9 +487,10 @@ def test_a_folder_of_another_source_is_not_overwritten(hub, folder, capsys):
     (['out.pth', '--push-to-hub', 'alice/net'], 'is the name of a file'),
 ])
 def test_bad_input_writes_and_sends_nothing(arguments, said, hub, folder, capsys):
-    for name, content in {
-            'two.txt': 'a\nb\n', 'twice.txt': 'a\nb\na\n', 'gap.txt': 'a\n\nb\n', 'none.json': '{"top1": 920}'}.items():
-        (folder / name).write_text(content)
+    (folder / 'two.txt').write_text('a\nb\n')
+    (folder / 'twice.txt').write_text('a\nb\na\n')
+    (folder / 'gap.txt').write_text('a\n\nb\n')
+    (folder / 'none.json').write_text('{"top1": 920}')
     before = set(folder.iterdir())
     assert main(['phase1.pth', *arguments]) == 2
     assert said in one_line(capsys)
@@ -490,6 +542,41 @@ def test_models_that_timm_could_not_make_again(hub):
         push_to_hub(model, 'alice/net')
     with pytest.raises(CheckpointError, match='the name that timm has for it'):
         push_to_hub(create(norm_layer=nn.LayerNorm), 'alice/net')
-    with pytest.raises(CheckpointError, match='2 label names were given for 3 classes'):
-        push_to_hub(create(), 'alice/net', label_names=['a', 'b'])
+    model = create()
+    model.head = nn.Linear(48, 5)
+    with pytest.raises(CheckpointError, match=r'head.weight was changed .* reset_classifier'):
+        push_to_hub(model, 'alice/net')
     assert not hub.requests
+
+
+@pytest.mark.parametrize(('about', 'said'), [
+    (dict(label_names=['a', 'b']), '2 label names were given for 3 classes'),
+    (dict(label_names='abc'), "label_names='abc' is a str: give a list"),
+    (dict(label_names={'a': 0, 'b': 1, 'c': 2}), 'is a dict: give a list'),
+    (dict(datasets='uoft-cs/cifar100'), "is a str: give a list"),
+    (dict(results={'Top-1': 'good'}), "Top-1='good' is not a number"),
+    (dict(results={'Top-1': 920}), 'not between 0 and 100'),
+])
+def test_bad_arguments_in_python(about, said, hub, tmp_path):
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        push_to_hub(create(), 'alice/net', **about)
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        save_for_hub(create(), tmp_path / 'saved', **about)
+    assert not hub.requests
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('in_chans', [1, 2, 4])
+def test_what_the_card_says_of_images_is_what_the_configuration_says(in_chans, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = create(in_chans=in_chans, hidden_chans=4)
+    model.set_input_size(img_size=(16, 40))
+    push_to_hub(model, 'alice/net', results={'Top-1': np.float64(92.5)})
+    text = hub.files('alice/net')['README.md'].decode()
+    assert 'Image size: 16 x 40' in text
+    config = json.loads(hub.files('alice/net')['config.json'])['pretrained_cfg']
+    assert len(config['mean']) == in_chans
+    assert f"Mean: {', '.join(f'{value:g}' for value in config['mean'])}\n" in text
+    assert ModelCard(text).data.eval_results[0].metric_value == 92.5
+    Image.new('RGB', (48, 48)).save('image.png')
+    exec(re.search(r'```python\n(.*?)```', text, re.DOTALL).group(1), {})

@@ -177,13 +177,19 @@ def _sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def is_converted_from(dst: Path, src: Path) -> bool:
-    """Whether a folder holds the conversion of this very checkpoint."""
-    try:
-        with safetensors.safe_open(dst / 'model.safetensors', framework='pt') as file:
-            return (file.metadata() or {}).get('source_sha256') == _sha256(_weights_file(src))
-    except (OSError, safetensors.SafetensorError, CheckpointError):
+def same_model_folders(one: Path, other: Path) -> bool:
+    """Whether two folders hold the same tensors, and otherwise the same files."""
+    names = {path.name for path in one.iterdir()}
+    if names != {path.name for path in other.iterdir()}:
         return False
+    if any((one / name).read_bytes() != (other / name).read_bytes() for name in names - {'model.safetensors'}):
+        return False
+    # not byte for byte either: metadata has no order
+    tensors, metadata = _load(one / 'model.safetensors')
+    other_tensors, other_metadata = _load(other / 'model.safetensors')
+    return (
+        metadata == other_metadata and tensors.keys() == other_tensors.keys()
+        and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items()))
 
 
 def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:

@@ -3,15 +3,14 @@ import argparse
 import json
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-import timm
-import torch
-
-from .checkpoints import PICKLE_SUFFIXES, CheckpointError, is_converted_from
-from .convert import TOLERANCE, VerificationError, convert_checkpoint, locate
+from .checkpoints import PICKLE_SUFFIXES, CheckpointError, check_destination, same_model_folders
+from .convert import TOLERANCE, VerificationError, convert_checkpoint
 from .hub import PREFIXES, HubError, check_label_names, check_push, describe, upload
+from .model_card import check_results
 from .phase1 import DTYPES
 from .version import __version__
 
@@ -32,7 +31,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     convert_args = {key: value for key, value in vars(args).items() if key not in push_options}
     try:
         if args.push_to_hub is None:
-            _convert(convert_args)
+            print(f'{convert_checkpoint(**convert_args)}\nwritten to {args.dst}')
         else:
             _convert_and_push(convert_args, args)
     except (CheckpointError, HubError, VerificationError, OSError) as e:
@@ -42,12 +41,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print('\nconvert_checkpoint: interrupted. The same command goes on from here.', file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
-
-
-def _convert(convert_args: Dict[str, Any]) -> Dict[str, Any]:
-    report = convert_checkpoint(**convert_args)
-    print(f"{report}\nwritten to {convert_args['dst']}")
-    return report.details
 
 
 def _convert_and_push(convert_args: Dict[str, Any], args: argparse.Namespace) -> None:
@@ -67,19 +60,31 @@ def _convert_and_push(convert_args: Dict[str, Any], args: argparse.Namespace) ->
     dst = args.dst or Path(args.push_to_hub.split('/')[1].replace('.', '_'))
     if dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
         raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
-    # what an interrupted push has left of this very checkpoint is not in the way
-    force = args.force or (dst.exists() and is_converted_from(dst, locate(args.src)))
-    about['details'] = _convert({**convert_args, 'dst': dst, 'force': force})
+    convert_args['describe'] = lambda model, folder, report: describe(
+        model, folder, args.push_to_hub, details=report.details, **about)
+    _convert_once(dst, convert_args)
     try:
-        model = timm.create_model(f'local-dir:{dst.resolve()}', device=torch.device('meta'))
-        describe(model, dst, args.push_to_hub, **about)
         url = upload(
             dst, args.push_to_hub, private=args.private, revision=args.revision, create_pr=args.create_pr,
             commit_message=args.commit_message, overwrite_readme=args.overwrite_readme,
             overwrite_model=args.overwrite_model)
-    except (CheckpointError, HubError) as e:
-        raise type(e)(f'{e} The converted model is kept in {dst}.') from e
+    except (HubError, OSError) as e:
+        raise HubError(f'{e} The converted model is kept in {dst}.') from e
     print(f'pushed to {url}')
+
+
+def _convert_once(dst: Path, convert_args: Dict[str, Any]) -> None:
+    """Convert into a folder, unless that holds just this already: the same command goes on after an interruption."""
+    if not dst.is_dir() or not any(dst.iterdir()) or convert_args['force']:
+        print(f"{convert_checkpoint(**{**convert_args, 'dst': dst})}\nwritten to {dst}")
+        return
+    check_destination(dst, None, force=True)  # is it a converted model?
+    with tempfile.TemporaryDirectory(prefix=f'.{dst.name}.', dir=dst.parent) as parent:
+        again = Path(parent) / dst.name
+        report = convert_checkpoint(**{**convert_args, 'dst': again})
+        if not same_model_folders(again, dst):
+            check_destination(dst, None, force=False)
+    print(f'{report}\nwritten to {dst} before')
 
 
 def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str], args: argparse.Namespace) -> None:
@@ -95,7 +100,7 @@ def read_label_names(path: Path) -> List[str]:
         CheckpointError: If the file cannot be read, or a line is empty.
     """
     try:
-        names = [line.strip() for line in path.read_text(encoding='utf-8').splitlines()]
+        names = [line.strip() for line in path.read_text(encoding='utf-8-sig').splitlines()]
     except (OSError, ValueError) as e:
         raise CheckpointError(f'{path} cannot be read: {getattr(e, "strerror", None) or e}.') from e
     if not all(names) or not names:
@@ -111,14 +116,13 @@ def read_results(path: Path) -> Dict[str, float]:
     """
     try:
         content = json.loads(path.read_text())
-        results = {f'Top-{k}': float(content[f'top{k}']) for k in (1, 5) if f'top{k}' in content}
+        results = {f'Top-{k}': content[f'top{k}'] for k in (1, 5) if f'top{k}' in content}
     except (OSError, ValueError, TypeError) as e:
         raise CheckpointError(f'{path} cannot be read as JSON: {getattr(e, "strerror", None) or e}.') from e
-    if not results or not all(0 <= value <= 100 for value in results.values()):
+    if not results:
         raise CheckpointError(
-            f'{path} holds no top1 or top5 in percent: give what validate.py --results-file FILE '
-            '--results-format json writes.')
-    return results
+            f'{path} holds no top1 or top5: give what validate.py --results-file FILE --results-format json writes.')
+    return check_results(results)
 
 
 def _size(text: str) -> Tuple[int, int]:

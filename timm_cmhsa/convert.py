@@ -2,7 +2,7 @@
 import json
 import math
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import timm
 import torch
@@ -12,7 +12,7 @@ from timm.models._hub import save_config_for_hf
 from torch import nn
 
 from .checkpoints import Checkpoint, CheckpointError, check_destination, read_checkpoint, write_checkpoint
-from .cmhsa import CmhsaConv, init_patch_identity
+from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import conv2d_to_attention, exact_sharpness, plan_heads
 from .hub import PREFIXES, download
 from .model_card import training_details
@@ -190,6 +190,7 @@ def convert_checkpoint(
         images: Optional[Union[str, Path]] = None,
         tolerance: float = TOLERANCE,
         force: bool = False,
+        describe: Optional[Callable[[CmhsaAttn, Path, ConversionReport], None]] = None,
 ) -> ConversionReport:
     """Rewrite a phase-1 checkpoint as a phase-2 checkpoint, verify that both compute the same, and write it.
 
@@ -212,6 +213,7 @@ def convert_checkpoint(
         images: Folder of images to verify on besides random ones; the first 64 are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
         force: Overwrite an existing destination.
+        describe: Writes config.json, and what else belongs there, into a folder; by default config.json alone.
 
     Returns:
         What was done, and the measured errors.
@@ -254,10 +256,13 @@ def convert_checkpoint(
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nerror {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was written.')
-    write_checkpoint(
-        dst, converted, _metadata(report, source),
-        lambda folder: save_config_for_hf(attn_model, folder / 'config.json', model_args=attn_args))
+    describe = describe or _save_config
+    write_checkpoint(dst, converted, _metadata(report, source), lambda folder: describe(attn_model, folder, report))
     return report
+
+
+def _save_config(model: CmhsaAttn, folder: Path, report: ConversionReport) -> None:
+    save_config_for_hf(model, folder / 'config.json', model_args=report.model_args)
 
 
 def locate(src: Union[str, Path]) -> Path:

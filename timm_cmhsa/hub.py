@@ -1,11 +1,13 @@
 """Models to and from the Hugging Face Hub: a folder that timm loads, with a model card, in one commit."""
 import contextlib
+import errno
 import json
 import logging
 import re
 import tempfile
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Dict, Iterator, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import timm
 import torch
@@ -20,6 +22,7 @@ from huggingface_hub.utils import (
     RevisionNotFoundError,
     validate_repo_id,
 )
+from timm.data import resolve_data_config
 from timm.models._hub import save_config_for_hf
 from timm.utils import unwrap_model
 from torch import nn
@@ -30,7 +33,8 @@ from .model_card import model_card
 from .version import __version__
 
 PREFIXES = ('hf-hub:', 'hf_hub:')
-WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.ckpt', '.onnx', '.h5', '.msgpack', '.gguf')
+WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.tar', '.ckpt', '.onnx', '.h5', '.msgpack', '.gguf')
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
 
 _logger = logging.getLogger(__name__)
 
@@ -52,20 +56,24 @@ def download(source: str) -> Path:
         HubError: If it cannot be had.
     """
     repo_id, _, revision = source[len(PREFIXES[0]):].partition('@')
-    with _explained(repo_id):
+    _token()
+    with _explained(repo_id, 'read'):
         _download_first(repo_id, ['config.json'], revision or None)
         return _download_first(repo_id, WEIGHT_NAMES, revision or None).parent
 
 
 def _download_first(repo_id: str, names: Sequence[str], revision: Optional[str]) -> Path:
+    no_connection = None
     for name in names:
         try:
             return Path(hf_hub_download(
                 repo_id, name, revision=revision, library_name='timm_cmhsa', library_version=__version__))
-        except LocalEntryNotFoundError:  # that is: no connection
-            raise
+        except LocalEntryNotFoundError as e:  # one of the other names may be in the cache
+            no_connection = e
         except EntryNotFoundError:
             continue
+    if no_connection is not None:
+        raise no_connection
     raise HubError(f'{repo_id} has no {" or ".join(names)}: it is not a model of timm.')
 
 
@@ -123,35 +131,57 @@ def describe(
         label_names: Names of the classes, in their order; by default those of its pretrained configuration.
         license: Identifier that the Hub knows; by default that of its pretrained configuration.
         datasets: The training data's names on the Hub, such as uoft-cs/cifar100.
-        base_model: Model on the Hub that this one was made from.
+        base_model: Model on the Hub that this one was made from; by default the one that it was loaded from.
         results: Accuracies in percent by name, such as Top-1.
         details: How it was made, by heading; `ConversionReport.details`, for one.
 
     Raises:
-        CheckpointError: If the names are not as many as the classes.
+        CheckpointError: If the names are not as many as the classes, or results are no percentages.
     """
-    config = {key: value for key, value in model.pretrained_cfg.items() if value is not None}
-    if label_names is None and len(config.get('label_names', ())) == model.num_classes:  # else of an earlier head
-        label_names = config.get('label_names')
-    check_label_names(label_names, model.num_classes)
-    license = license or config.get('license') or 'apache-2.0'
-    for key in ('architecture', 'label_names', 'source', 'file', 'hf_hub_id', 'hf_hub_filename', 'url', 'tag'):
-        config.pop(key, None)
-    config.update(
-        input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes, license=license)
+    source = model.pretrained_cfg
+    labels: Dict[str, Any] = {}
+    if label_names is not None:
+        labels = {'label_names': check_label_names(label_names, model.num_classes)}
+    elif len(source.get('label_names') or ()) == model.num_classes:  # otherwise they are of an earlier head
+        labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
+    config = _pretrained_cfg(model, license or source.get('license') or 'apache-2.0')
+    base_model = base_model or source.get('hf_hub_id')
     save_config_for_hf(
-        model, folder / 'config.json', model_args=_json_args(model),
-        model_config={'label_names': label_names, 'pretrained_cfg': config})
-    (folder / 'README.md').write_text(
-        model_card(model, repo_id, license, datasets, base_model, results, details), encoding='utf-8')
+        model, folder / 'config.json', model_args=_json_args(model), model_config={**labels, 'pretrained_cfg': config})
+    card = model_card(
+        model, repo_id, config['license'], resolve_data_config(pretrained_cfg=config),
+        check_names('datasets', datasets), None if base_model == repo_id else base_model, results, details)
+    (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
-def check_label_names(label_names: Optional[Sequence[str]], num_classes: int) -> None:
-    if label_names is not None and len(label_names) != num_classes:
-        raise CheckpointError(f'{len(label_names)} label names were given for {num_classes} classes.')
-    if label_names is not None and len(set(label_names)) < len(label_names):
-        twice = next(name for name in label_names if list(label_names).count(name) > 1)
+def _pretrained_cfg(model: Cmhsa, license: str) -> Dict[str, Any]:
+    """The model's pretrained configuration, brought up to what the model is now."""
+    config = {key: value for key, value in model.pretrained_cfg.items() if value is not None}
+    for key in ('architecture', 'source', 'file', 'hf_hub_id', 'hf_hub_filename', 'url', 'tag'):
+        config.pop(key, None)
+    for key in ('mean', 'std'):
+        if len(config[key]) not in (1, model.in_chans):
+            config[key] = (sum(config[key]) / len(config[key]),) * model.in_chans
+    config.update(
+        input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes, license=license,
+        label_names=None, label_descriptions=None)  # which timm reads outside of it
+    return config
+
+
+def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]:
+    names = check_names('label_names', label_names)
+    if len(names) != num_classes:
+        raise CheckpointError(f'{len(names)} label names were given for {num_classes} classes.')
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
         raise CheckpointError(f'the label name {twice!r} was given more than once.')
+    return names
+
+
+def check_names(argument: str, names: Sequence[str]) -> List[str]:
+    if isinstance(names, (str, Mapping)):
+        raise CheckpointError(f'{argument}={names!r} is a {type(names).__name__}: give a list of names.')
+    return [str(name) for name in names]
 
 
 def push_to_hub(
@@ -186,7 +216,8 @@ def push_to_hub(
 
     Raises:
         CheckpointError: If timm could not make this model again, or an argument is bad. Nothing was sent.
-        HubError: If the Hub was not reached or refused. Nothing or all was changed there: it is one commit.
+        HubError: If the Hub was not reached or refused. A new repository or branch may be left, but no half of a model:
+            that is one commit.
     """
     check_push(repo_id, revision, create_pr)
     with tempfile.TemporaryDirectory() as parent:
@@ -201,10 +232,10 @@ def check_push(repo_id: str, revision: Optional[str], create_pr: bool) -> None:
     """Refuse what could not be pushed, before any work is done."""
     try:
         validate_repo_id(repo_id)
-        if repo_id.count('/') != 1:
-            raise HFValidationError
     except HFValidationError as e:
-        raise CheckpointError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.') from e
+        raise CheckpointError(f'{repo_id!r} is not the name of a repository: {e}') from e
+    if repo_id.count('/') != 1:
+        raise CheckpointError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.')
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
         raise CheckpointError(f'a pull request is always to the main branch: leave out the revision {revision}.')
 
@@ -221,66 +252,80 @@ def upload(
         overwrite_model: bool,
 ) -> str:
     """Send the folder that `save_for_hub` wrote; see `push_to_hub` for all else."""
-    token = get_token()
+    token = _token()
     if token is None:
         raise HubError(f'{repo_id}: there is no token: run `hf auth login`, or set HF_TOKEN.')
-    if not (token.isascii() and token.isprintable()):
-        raise HubError(f'{repo_id}: the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
-    api = HfApi(library_name='timm_cmhsa', library_version=__version__)
-    with _explained(repo_id):
+    api = HfApi(token=token, library_name='timm_cmhsa', library_version=__version__)
+    with _explained(repo_id, 'write'):
         # not private=False, which would make it public where an organisation's repositories are private
         url = api.create_repo(repo_id, private=True, exist_ok=True) if private else api.create_repo(
             repo_id, exist_ok=True)
-        if private and not api.model_info(repo_id).private:
+        info = api.model_info(repo_id)
+        if private and not info.private:
             raise HubError(f'{repo_id} exists already and is public: make it private in its settings, or take another.')
-        names, sha = _list_branch(api, repo_id, revision)
-        _check_same_model(folder, repo_id, names, sha, overwrite_model)
-        keep_readme = 'README.md' in names and not overwrite_readme
-        if keep_readme:
-            _logger.warning(f'{repo_id} has a README.md, which is left as it is: overwrite_readme would replace it.')
-        sent = [path for path in sorted(folder.iterdir()) if not (keep_readme and path.name == 'README.md')]
-        stale = names - {path.name for path in sent} if overwrite_model else set()
-        commit = api.create_commit(
+        is_new_branch = False
+        if revision is not None:
+            try:
+                info = api.model_info(repo_id, revision=revision)
+            except RevisionNotFoundError:
+                is_new_branch = True  # which starts as main
+        names = {file.rfilename for file in info.siblings or []}
+        if not overwrite_model:
+            _check_same_model(folder, repo_id, names, str(info.sha))
+        if is_new_branch:
+            api.create_branch(repo_id, branch=str(revision))
+        sent = sorted(folder.iterdir())
+        if 'README.md' in names and not overwrite_readme:
+            _logger.warning(f'{repo_id} has a README.md, which is left as it is: overwrite it by saying so.')
+            sent = [path for path in sent if path.name != 'README.md']
+        stale = {name for name in names if overwrite_model and _is_weights(name)} - {path.name for path in sent}
+        commit = api.create_commit(  # upload_folder would make several
             repo_id,
-            [
-                *(CommitOperationAdd(path.name, path) for path in sent),
-                *(CommitOperationDelete(name) for name in sorted(stale) if name.endswith(WEIGHT_SUFFIXES)),
-            ],
+            [*(CommitOperationAdd(path.name, path) for path in sent), *map(CommitOperationDelete, sorted(stale))],
             commit_message=commit_message,
             revision=revision,
             create_pr=create_pr,
+            parent_commit=info.sha,  # what was checked is what is replaced
         )
     return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
 
 
-def _list_branch(api: HfApi, repo_id: str, revision: Optional[str]) -> Tuple[set, str]:
-    """Names of the files on a branch, which is made if there is none, and its last commit."""
-    try:
-        info = api.model_info(repo_id, revision=revision)
-    except RevisionNotFoundError:
-        if revision is None:
-            raise
-        api.create_branch(repo_id, branch=revision)
-        info = api.model_info(repo_id, revision=revision)
-    return {file.rfilename for file in info.siblings or []}, str(info.sha)
+def _is_weights(name: str) -> bool:
+    return '/' not in name and name.endswith(WEIGHT_SUFFIXES)
 
 
-def _check_same_model(folder: Path, repo_id: str, names: set, sha: str, overwrite_model: bool) -> None:
-    """Refuse to replace another model, unless asked to."""
-    if overwrite_model or not any(name.endswith(WEIGHT_SUFFIXES) for name in names):
+def _check_same_model(folder: Path, repo_id: str, names: Set[str], sha: str) -> None:
+    """Refuse to replace another model: of another architecture, shape or number of classes, or of other classes."""
+    if 'config.json' not in names and not any(_is_weights(name) for name in names):
         return
-    found: Any = {}
+    ours, found = _outline(folder / 'config.json'), None
     if 'config.json' in names:
-        with contextlib.suppress(ValueError):
-            found = json.loads(Path(hf_hub_download(repo_id, 'config.json', revision=sha)).read_text())
-    ours = json.loads((folder / 'config.json').read_text())
-    found = found if isinstance(found, dict) else {}
-    same = all(found.get(key) == ours[key] for key in ('architecture', 'num_classes'))
-    if not same or any((found.get('model_args') or {}).get(k, v) != v for k, v in ours['model_args'].items()):
+        found = _outline(Path(hf_hub_download(repo_id, 'config.json', revision=sha)))
+    if ours is None or found is None or ours.layers != found.layers or (
+            ours.label_names and found.label_names and list(ours.label_names) != list(found.label_names)):
+        what = 'of unknown architecture' if found is None else f'{found.architecture} with {found.num_classes} classes'
         raise HubError(
-            f"{repo_id} holds another model ({found.get('architecture', 'of unknown architecture')}, "
-            f"{found.get('num_classes', 'unknown')} classes): choose another name, or replace it with "
-            '--overwrite-model.')
+            f'{repo_id} holds another model ({what}): choose another name, or say that it may be overwritten.')
+
+
+class _Outline(NamedTuple):
+    """What tells one model from another, but for its weights."""
+    architecture: str
+    num_classes: int
+    label_names: Optional[Sequence[str]]
+    layers: Sequence[Tuple[str, Any]]
+
+
+def _outline(config_file: Path) -> Optional[_Outline]:
+    """Outline of the model that a config.json describes, if it is one of timm's."""
+    try:
+        config = json.loads(config_file.read_text())
+        args = {'num_classes': config['num_classes'], **config.get('model_args', {})}
+        model = timm.create_model(config['architecture'], **args, device=torch.device('meta'))
+        labels = config.get('label_names') or config.get('pretrained_cfg', {}).get('label_names')
+    except (ValueError, TypeError, KeyError, AttributeError, AssertionError, RuntimeError):
+        return None
+    return _Outline(config['architecture'], model.num_classes, labels, _layers(model))
 
 
 def _unwrap(model: nn.Module) -> Cmhsa:
@@ -292,8 +337,12 @@ def _unwrap(model: nn.Module) -> Cmhsa:
             model.pretrained_cfg['architecture'], **_json_args(model), device=torch.device('meta'))
     except (AttributeError, KeyError, TypeError) as e:
         raise CheckpointError('the model was not made by timm.create_model: make it so, and load its weights.') from e
-    if _layers(made_again) != _layers(model):
-        raise CheckpointError('the model was changed after its creation: timm could not make it again from its name.')
+    ours, again = _layers(model), _layers(made_again)
+    if ours != again:
+        name = next(layer[0] for layer in (*ours, *again) if layer not in again or layer not in ours)
+        raise CheckpointError(
+            f'{name} was changed after the creation of the model, so that timm could not make it again: change it by '
+            'reset_classifier, set_input_size or an argument of timm.create_model.')
     return model
 
 
@@ -308,34 +357,51 @@ _IDLE = (nn.Dropout, nn.Identity, timm.layers.DropPath)
 
 
 def _json_args(model: Cmhsa) -> Dict[str, Any]:
-    args = {key: value for key, value in model.model_args().items() if value is not None}
+    args = {key: int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+            for key, value in model.model_args().items() if value is not None}
     for key, value in args.items():
         if not isinstance(value, (bool, int, float, str, tuple, list)):
             raise CheckpointError(f'{key}={value} does not go into config.json: give the name that timm has for it.')
     return args
 
 
+def _token() -> Optional[str]:
+    """The token that huggingface_hub finds, if any."""
+    token = get_token()
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise HubError('the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
+    return token
+
+
 @contextlib.contextmanager
-def _explained(repo_id: str) -> Iterator[None]:
-    """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into one line."""
+def _explained(repo_id: str, right: str) -> Iterator[None]:
+    """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into one line.
+
+    Args:
+        repo_id: Repository that is worked on.
+        right: What it takes, to read or to write.
+    """
     try:
         yield
     except (HubError, CheckpointError):
         raise
     except Exception as e:
-        raise HubError(f'{repo_id}: {_explain(e, repo_id)}') from None  # a header in the cause can hold the token
+        raise HubError(f'{repo_id}: {_explain(e, right)}') from None  # a header in the cause can hold the token
 
 
-def _explain(error: BaseException, repo_id: str) -> str:
+def _explain(error: BaseException, right: str) -> str:
     causes = [error]
-    while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+    while (cause := causes[-1].__cause__ or (None if causes[-1].__suppress_context__ else causes[-1].__context__)):
         causes.append(cause)
     text = ' '.join(str(causes[-1] if isinstance(error, RuntimeError) else error).split()).rstrip('.')
     token = get_token()
     text = text.replace(token, '***') if token else text
     status = _status(causes, text)
+    disk = next((e for e in causes if isinstance(e, OSError) and e.errno in DISK_ERRORS), None)
     if any(isinstance(e, OfflineModeIsEnabled) for e in causes):
         return 'HF_HUB_OFFLINE is set, so that the Hub is not asked: unset it.'
+    if disk is not None:
+        return f'a file of huggingface_hub cannot be written or read ({disk.strerror}): make room, or set HF_HOME.'
     if isinstance(error, GatedRepoError):
         return 'it is gated: ask for access on its page, and log in.'
     if isinstance(error, RevisionNotFoundError):
@@ -345,12 +411,12 @@ def _explain(error: BaseException, repo_id: str) -> str:
     if status == 401:
         return 'the Hub does not accept the token (401): run `hf auth login`, or set HF_TOKEN.'
     if status == 403:
-        return f'the token gives no right to do this (403): it needs write access to {repo_id}.'
+        return f'the token gives no right to do this (403): it needs the right to {right} this repository.'
     if status == 429 or status >= 500:
         return f'the Hub answers with error {status}: try again later.'
     if status:
         return f'the Hub refuses with error {status}: {text}.'
-    if isinstance(error, (OSError, HTTPError)) and getattr(error, 'filename', None) is None:
+    if isinstance(error, (OSError, HTTPError)):
         return f'no connection to the Hub at {constants.ENDPOINT} ({text}): check the network, and try again.'
     return f'{text}.' if isinstance(error, (ValueError, RuntimeError)) else f'{type(error).__name__}: {text}.'
 

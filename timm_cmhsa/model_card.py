@@ -4,9 +4,9 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 import timm
 import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from timm.data import resolve_model_data_config
 from timm.models._hub import generate_readme
 
+from .checkpoints import CheckpointError
 from .cmhsa import Cmhsa, CmhsaConv
 from .version import __version__
 
@@ -41,16 +41,17 @@ CITATION = '''@article{li2021can,
 }'''
 # Those arguments of train.py that say how a model was trained. None can be a path or the name of something private.
 TRAINING_ARGS = (
-    'epochs', 'batch_size', 'grad_accum_steps', 'opt', 'lr', 'lr_base', 'sched', 'warmup_epochs',
-    'cooldown_epochs', 'min_lr', 'weight_decay', 'layer_decay', 'clip_grad', 'drop', 'drop_path', 'aa', 'aug_repeats',
-    'reprob', 'color_jitter', 'hflip', 'vflip', 'scale', 'ratio', 'mixup', 'cutmix', 'smoothing', 'bce_loss',
-    'model_ema', 'model_ema_decay', 'amp', 'amp_dtype', 'seed')
+    'epochs', 'batch_size', 'world_size', 'grad_accum_steps', 'opt', 'opt_betas', 'momentum', 'lr', 'lr_base', 'sched',
+    'warmup_epochs', 'warmup_lr', 'cooldown_epochs', 'min_lr', 'weight_decay', 'layer_decay', 'clip_grad', 'drop',
+    'drop_path', 'aa', 'aug_repeats', 'reprob', 'color_jitter', 'hflip', 'vflip', 'scale', 'ratio', 'mixup', 'cutmix',
+    'smoothing', 'bce_loss', 'model_ema', 'model_ema_decay', 'amp', 'amp_dtype', 'seed')
 
 
 def model_card(
         model: Cmhsa,
         repo_id: str,
         license: str,
+        data_config: Mapping[str, Any],
         datasets: Sequence[str] = (),
         base_model: Optional[str] = None,
         results: Optional[Mapping[str, float]] = None,
@@ -62,20 +63,22 @@ def model_card(
         model: The model; its weights are not looked at.
         repo_id: `USER/NAME` on the Hub.
         license: Identifier that the Hub knows, such as apache-2.0.
+        data_config: Preprocessing, as timm resolves it.
         datasets: The training data's names on the Hub, such as uoft-cs/cifar100.
         base_model: Model on the Hub that this one was made from.
         results: Accuracies in percent by name, such as Top-1.
         details: How it was made, by heading.
     """
+    results = check_results(results or {})
     classifies = model.num_classes > 0
     task = 'image-classification' if classifies else 'image-feature-extraction'
     content = generate_readme(
         {
             'description': DESCRIPTIONS[isinstance(model, CmhsaConv)],
-            'details': {**_model_details(model), **(details or {}), **_closing_details(datasets, results)},
+            'details': {**_model_details(model, data_config), **(details or {}), **_closing_details(datasets, results)},
             'usage': USAGE.format(
                 repo_id=repo_id,
-                mode={1: 'L', 4: 'RGBA'}.get(model.in_chans, 'RGB'),
+                mode={1: 'L', 2: 'LA', 3: 'RGB', 4: 'RGBA'}.get(model.in_chans, f'{model.in_chans} channels'),
                 output='probabilities' if classifies else 'features',
                 function='.softmax(dim=-1)' if classifies else '',
             ),
@@ -97,8 +100,7 @@ def model_card(
     return str(card)
 
 
-def _model_details(model: Cmhsa) -> Dict[str, Any]:
-    data_config = resolve_model_data_config(model)
+def _model_details(model: Cmhsa, data_config: Mapping[str, Any]) -> Dict[str, Any]:
     _, height, width = data_config['input_size']
     grid_h, grid_w = model.patch_embed.grid_size
     return {
@@ -127,7 +129,7 @@ def _token_mixer(model: Cmhsa) -> str:
     return f"self-attention, {args['num_heads']} heads of {args['head_dim']}"
 
 
-def _closing_details(datasets: Sequence[str], results: Optional[Mapping[str, float]]) -> Dict[str, Any]:
+def _closing_details(datasets: Sequence[str], results: Mapping[str, float]) -> Dict[str, Any]:
     closing: Dict[str, Any] = {'Dataset': list(datasets)} if datasets else {}
     if results:
         closing['Evaluation'] = {name: f'{value:g} %' for name, value in results.items()}
@@ -143,6 +145,23 @@ def _eval_results(task: str, datasets: Sequence[str], results: Mapping[str, floa
             task_type=task, dataset_type=dataset, dataset_name=dataset.split('/')[-1], metric_type='accuracy',
             metric_name=f'{name} accuracy', metric_value=value)
         for name, value in results.items()]
+
+
+def check_results(results: Mapping[str, Any]) -> Dict[str, float]:
+    """Accuracies as plain numbers.
+
+    Raises:
+        CheckpointError: If one is no percentage.
+    """
+    checked = {}
+    for name, value in results.items():
+        try:
+            checked[str(name)] = float(value)
+        except (TypeError, ValueError) as e:
+            raise CheckpointError(f'the result {name}={value!r} is not a number: give accuracies in percent.') from e
+        if not 0 <= checked[str(name)] <= 100:
+            raise CheckpointError(f'the result {name}={value} is not between 0 and 100: give accuracies in percent.')
+    return checked
 
 
 def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
