@@ -1,4 +1,5 @@
 """Models go to a Hub and come back from it: real HTTP, to a small server that says no when it is told to."""
+import inspect
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from huggingface_hub import ModelCard, metadata_load
+from huggingface_hub import HfApi, ModelCard, metadata_load
 from PIL import Image
 from torch import nn
 
@@ -467,6 +468,9 @@ def test_the_token_is_never_printed(path, hub, caplog):
     assert 'hf_alice' not in ''.join(traceback.format_exception(error.value)) + caplog.text
 
 
+@pytest.mark.skipif(
+    inspect.signature(HfApi.create_repo).parameters['private'].default is not None,
+    reason='this huggingface_hub has no default of the owner')
 def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     hub.private_by_default = True
     push_to_hub(create(), 'alice/net')
@@ -483,7 +487,7 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     (['--push-to-hub', 'alice/net', '--label-names', 'gap.txt'], 'an empty line'),
     (['--push-to-hub', 'alice/net', '--label-names', 'labels.txt', '--num-classes', '5'], '3 label names'),
     (['--push-to-hub', 'alice/net', '--results', 'labels.txt'], 'cannot be read as JSON'),
-    (['--push-to-hub', 'alice/net', '--results', 'none.json'], 'top1'),
+    (['--push-to-hub', 'alice/net', '--results', 'none.json'], 'not between 0 and 100'),
     (['out.pth', '--push-to-hub', 'alice/net'], 'is the name of a file'),
 ])
 def test_bad_input_writes_and_sends_nothing(arguments, said, hub, folder, capsys):
@@ -538,7 +542,7 @@ def test_models_that_timm_could_not_make_again(hub):
         push_to_hub(timm.create_model('test_resnet'), 'alice/net')
     model = create()
     model.blocks[0].mlp.act = nn.Tanh()
-    with pytest.raises(CheckpointError, match='changed after its creation'):
+    with pytest.raises(CheckpointError, match=r'blocks\.0\.mlp\.act was changed'):
         push_to_hub(model, 'alice/net')
     with pytest.raises(CheckpointError, match='the name that timm has for it'):
         push_to_hub(create(norm_layer=nn.LayerNorm), 'alice/net')
