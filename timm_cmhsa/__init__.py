@@ -3,7 +3,8 @@ from .checkpoints import CheckpointError
 from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from .construction import conv2d_to_attention
 from .convert import ConversionReport, VerificationError, convert_checkpoint, convert_state_dict
-from .hub import HubError, push_to_hub, save_for_hub
+from .hub import push_to_hub, save_for_hub
+from .hub_errors import HubError
 from .token_mixers import PatchConv2d, RelPosAttention, patchify, unpatchify
 from .version import __version__
 

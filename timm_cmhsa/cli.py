@@ -9,7 +9,8 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from .checkpoints import PICKLE_SUFFIXES, CheckpointError, check_destination, same_model_folders
 from .convert import TOLERANCE, VerificationError, convert_checkpoint
-from .hub import PREFIXES, HubError, check_label_names, check_push, describe, upload
+from .hub import PREFIXES, check_label_names, check_push, describe, upload
+from .hub_errors import HubError
 from .model_card import check_results
 from .phase1 import DTYPES
 from .version import __version__

@@ -1,24 +1,19 @@
 """Models to and from the Hugging Face Hub: a folder that timm loads, with a model card, in one commit."""
-import contextlib
-import errno
 import json
 import logging
-import re
 import tempfile
 from numbers import Integral
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 import timm
 import torch
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token, hf_hub_download
-from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, hf_hub_download
+from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import (
     EntryNotFoundError,
-    GatedRepoError,
     HFValidationError,
     LocalEntryNotFoundError,
-    RepositoryNotFoundError,
     RevisionNotFoundError,
     validate_repo_id,
 )
@@ -29,18 +24,14 @@ from torch import nn
 
 from .checkpoints import PICKLE_SUFFIXES, WEIGHT_NAMES, CheckpointError, check_destination, write_checkpoint
 from .cmhsa import Cmhsa
+from .hub_errors import HubError, explained, find_token
 from .model_card import model_card
 from .version import __version__
 
 PREFIXES = ('hf-hub:', 'hf_hub:')
 WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.tar', '.ckpt', '.onnx', '.h5', '.msgpack', '.gguf')
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
 
 _logger = logging.getLogger(__name__)
-
-
-class HubError(RuntimeError):
-    """The Hub was not reached or refused; the message says why and what to do, in one line, without the token."""
 
 
 def download(source: str) -> Path:
@@ -56,8 +47,8 @@ def download(source: str) -> Path:
         HubError: If it cannot be had.
     """
     repo_id, _, revision = source[len(PREFIXES[0]):].partition('@')
-    _token()
-    with _explained(repo_id, 'read'):
+    find_token()
+    with explained(repo_id, 'read'):
         _download_first(repo_id, ['config.json'], revision or None)
         return _download_first(repo_id, WEIGHT_NAMES, revision or None).parent
 
@@ -252,27 +243,27 @@ def upload(
         overwrite_model: bool,
 ) -> str:
     """Send the folder that `save_for_hub` wrote; see `push_to_hub` for all else."""
-    token = _token()
+    token = find_token()
     if token is None:
         raise HubError(f'{repo_id}: there is no token: run `hf auth login`, or set HF_TOKEN.')
     api = HfApi(token=token, library_name='timm_cmhsa', library_version=__version__)
-    with _explained(repo_id, 'write'):
+    with explained(repo_id, 'write'):
         # not private=False, which would make it public where an organisation's repositories are private
         url = api.create_repo(repo_id, private=True, exist_ok=True) if private else api.create_repo(
             repo_id, exist_ok=True)
         info = api.model_info(repo_id)
         if private and not info.private:
             raise HubError(f'{repo_id} exists already and is public: make it private in its settings, or take another.')
-        is_new_branch = False
+        branch_exists = True
         if revision is not None:
             try:
                 info = api.model_info(repo_id, revision=revision)
             except RevisionNotFoundError:
-                is_new_branch = True  # which starts as main
+                branch_exists = False  # it will start as main
         names = {file.rfilename for file in info.siblings or []}
         if not overwrite_model:
-            _check_same_model(folder, repo_id, names, str(info.sha))
-        if is_new_branch:
+            _check_same_model(folder, api, info, names)
+        if not branch_exists:
             api.create_branch(repo_id, branch=str(revision))
         sent = sorted(folder.iterdir())
         if 'README.md' in names and not overwrite_readme:
@@ -294,18 +285,18 @@ def _is_weights(name: str) -> bool:
     return '/' not in name and name.endswith(WEIGHT_SUFFIXES)
 
 
-def _check_same_model(folder: Path, repo_id: str, names: Set[str], sha: str) -> None:
+def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]) -> None:
     """Refuse to replace another model: of another architecture, shape or number of classes, or of other classes."""
     if 'config.json' not in names and not any(_is_weights(name) for name in names):
         return
     ours, found = _outline(folder / 'config.json'), None
     if 'config.json' in names:
-        found = _outline(Path(hf_hub_download(repo_id, 'config.json', revision=sha)))
+        found = _outline(Path(api.hf_hub_download(info.id, 'config.json', revision=info.sha)))
     if ours is None or found is None or ours.layers != found.layers or (
             ours.label_names and found.label_names and list(ours.label_names) != list(found.label_names)):
         what = 'of unknown architecture' if found is None else f'{found.architecture} with {found.num_classes} classes'
         raise HubError(
-            f'{repo_id} holds another model ({what}): choose another name, or say that it may be overwritten.')
+            f'{info.id} holds another model ({what}): choose another name, or say that it may be overwritten.')
 
 
 class _Outline(NamedTuple):
@@ -363,68 +354,3 @@ def _json_args(model: Cmhsa) -> Dict[str, Any]:
         if not isinstance(value, (bool, int, float, str, tuple, list)):
             raise CheckpointError(f'{key}={value} does not go into config.json: give the name that timm has for it.')
     return args
-
-
-def _token() -> Optional[str]:
-    """The token that huggingface_hub finds, if any."""
-    token = get_token()
-    if token is not None and not (token.isascii() and token.isprintable()):
-        raise HubError('the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
-    return token
-
-
-@contextlib.contextmanager
-def _explained(repo_id: str, right: str) -> Iterator[None]:
-    """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into one line.
-
-    Args:
-        repo_id: Repository that is worked on.
-        right: What it takes, to read or to write.
-    """
-    try:
-        yield
-    except (HubError, CheckpointError):
-        raise
-    except Exception as e:
-        raise HubError(f'{repo_id}: {_explain(e, right)}') from None  # a header in the cause can hold the token
-
-
-def _explain(error: BaseException, right: str) -> str:
-    causes = [error]
-    while (cause := causes[-1].__cause__ or (None if causes[-1].__suppress_context__ else causes[-1].__context__)):
-        causes.append(cause)
-    text = ' '.join(str(causes[-1] if isinstance(error, RuntimeError) else error).split()).rstrip('.')
-    token = get_token()
-    text = text.replace(token, '***') if token else text
-    status = _status(causes, text)
-    disk = next((e for e in causes if isinstance(e, OSError) and e.errno in DISK_ERRORS), None)
-    if any(isinstance(e, OfflineModeIsEnabled) for e in causes):
-        return 'HF_HUB_OFFLINE is set, so that the Hub is not asked: unset it.'
-    if disk is not None:
-        return f'a file of huggingface_hub cannot be written or read ({disk.strerror}): make room, or set HF_HOME.'
-    if isinstance(error, GatedRepoError):
-        return 'it is gated: ask for access on its page, and log in.'
-    if isinstance(error, RevisionNotFoundError):
-        return 'it has no such revision.'
-    if isinstance(error, RepositoryNotFoundError):
-        return 'there is no such repository, or it is private and the token, if any, gives no right to it.'
-    if status == 401:
-        return 'the Hub does not accept the token (401): run `hf auth login`, or set HF_TOKEN.'
-    if status == 403:
-        return f'the token gives no right to do this (403): it needs the right to {right} this repository.'
-    if status == 429 or status >= 500:
-        return f'the Hub answers with error {status}: try again later.'
-    if status:
-        return f'the Hub refuses with error {status}: {text}.'
-    if isinstance(error, (OSError, HTTPError)):
-        return f'no connection to the Hub at {constants.ENDPOINT} ({text}): check the network, and try again.'
-    return f'{text}.' if isinstance(error, (ValueError, RuntimeError)) else f'{type(error).__name__}: {text}.'
-
-
-def _status(causes: Sequence[BaseException], text: str) -> int:
-    """HTTP status of the answer, 0 if there was none."""
-    for error in causes:
-        if (response := getattr(error, 'response', None)) is not None:
-            return response.status_code
-    told = re.search(r'HTTP status \w+ error \((\d{3}) ', text)  # hf_xet tells it in words only
-    return int(told.group(1)) if told else 0

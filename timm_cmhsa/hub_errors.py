@@ -1,0 +1,80 @@
+"""What goes wrong between here and the Hugging Face Hub, in one line and without the token."""
+import contextlib
+import errno
+import re
+from typing import Iterator, Optional, Sequence
+
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
+from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
+
+
+class HubError(RuntimeError):
+    """The Hub was not reached or refused; the message says why and what to do, in one line, without the token."""
+
+
+def find_token() -> Optional[str]:
+    """The token that huggingface_hub finds, if any."""
+    token = get_token()
+    if token is not None and not (token.isascii() and token.isprintable()):
+        raise HubError('the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
+    return token
+
+
+@contextlib.contextmanager
+def explained(repo_id: str, right: str) -> Iterator[None]:
+    """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into one line.
+
+    Args:
+        repo_id: Repository that is worked on.
+        right: What it takes, to read or to write.
+    """
+    try:
+        yield
+    except HubError:
+        raise
+    except Exception as e:
+        raise HubError(f'{repo_id}: {_explain(e, right)}') from None  # a header in the cause can hold the token
+
+
+def _explain(error: BaseException, right: str) -> str:
+    causes = [error]
+    while (cause := causes[-1].__cause__ or (None if causes[-1].__suppress_context__ else causes[-1].__context__)):
+        causes.append(cause)
+    text = ' '.join(str(causes[-1] if isinstance(error, RuntimeError) else error).split()).rstrip('.')
+    token = get_token()
+    text = text.replace(token, '***') if token else text
+    status = _status(causes, text)
+    disk = next((e for e in causes if isinstance(e, OSError) and e.errno in DISK_ERRORS), None)
+    if any(isinstance(e, OfflineModeIsEnabled) for e in causes):
+        return 'HF_HUB_OFFLINE is set, so that the Hub is not asked: unset it.'
+    if disk is not None:
+        return f'a file of huggingface_hub cannot be written or read ({disk.strerror}): make room, or set HF_HOME.'
+    if isinstance(error, GatedRepoError):
+        return 'it is gated: ask for access on its page, and log in.'
+    if isinstance(error, RevisionNotFoundError):
+        return 'it has no such revision.'
+    if isinstance(error, RepositoryNotFoundError):
+        return 'there is no such repository, or it is private and the token, if any, gives no right to it.'
+    if status == 401:
+        return 'the Hub does not accept the token (401): run `hf auth login`, or set HF_TOKEN.'
+    if status == 403:
+        return f'the token gives no right to do this (403): it needs the right to {right} this repository.'
+    if status == 429 or status >= 500:
+        return f'the Hub answers with error {status}: try again later.'
+    if status:
+        return f'the Hub refuses with error {status}: {text}.'
+    if isinstance(error, (OSError, HTTPError)):
+        return f'no connection to the Hub at {constants.ENDPOINT} ({text}): check the network, and try again.'
+    return f'{text}.' if isinstance(error, (ValueError, RuntimeError)) else f'{type(error).__name__}: {text}.'
+
+
+def _status(causes: Sequence[BaseException], text: str) -> int:
+    """HTTP status of the answer, 0 if there was none."""
+    for error in causes:
+        if (response := getattr(error, 'response', None)) is not None:
+            return response.status_code
+    told = re.search(r'HTTP status \w+ error \((\d{3}) ', text)  # hf_xet tells it in words only
+    return int(told.group(1)) if told else 0
