@@ -415,7 +415,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
 
 
 @pytest.mark.parametrize(('options', 'message'), [
-    (['--num-classes', '5'], 'has 10 classes, where 5 were asked for'),
+    (['--num-classes', '5'], 'has 10 classes, where 5 were expected'),
     (['--use-ema'], 'holds no EMA weights'),
     (['--img-size', '30'], 'img_size=(30, 30) is not divisible by patch_size=4'),
     (['--in-chans', '4'], 'set hidden_chans to 4 or more'),

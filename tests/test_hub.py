@@ -203,18 +203,23 @@ def test_private_is_not_what_a_public_repository_becomes(hub, folder, capsys):
 
 def test_readme_is_left_alone_unless_asked(hub, folder, caplog):
     assert push() == 0
+    assert push() == 0
+    assert not caplog.text
     hub.files('alice/net')['README.md'] = b'written by hand'
     assert push() == 0
-    assert 'has a README.md, which is left as it is' in caplog.text
+    assert 'has another README.md, which is left as it is' in caplog.text
     assert hub.files('alice/net')['README.md'] == b'written by hand'
     assert push('--overwrite-readme') == 0
     assert b'library_name: timm' in hub.files('alice/net')['README.md']
 
 
-@pytest.mark.parametrize('other', ['classes', 'labels', 'architecture', 'weights', 'config', 'heads', 'resnet'])
+@pytest.mark.parametrize(
+    'other', ['classes', 'labels', 'no labels', 'architecture', 'weights', 'config', 'heads', 'resnet'])
 def test_another_model_is_not_replaced_unless_asked(other, hub, folder, capsys):
-    models = {'classes': create(ATTN, num_classes=7), 'labels': create(ATTN), 'heads': create(ATTN, num_heads=12)}
-    push_to_hub(models.get(other, create()), 'alice/net', label_names=list('abc') if other == 'labels' else None)
+    models = {
+        'classes': create(ATTN, num_classes=7), 'labels': create(ATTN), 'no labels': create(ATTN),
+        'heads': create(ATTN, num_heads=12)}
+    push_to_hub(models.get(other, create()), 'alice/net', label_names=list('abc') if 'labels' in other else None)
     files = hub.files('alice/net')
     files['pytorch_model.bin'] = b'of some other model'
     if other == 'weights':
@@ -225,10 +230,11 @@ def test_another_model_is_not_replaced_unless_asked(other, hub, folder, capsys):
         files['config.json'] = b'{"architecture": "resnet18", "num_classes": 3}'
         del files['model.safetensors'], files['pytorch_model.bin']
     before = dict(files)
-    assert push('--label-names', 'labels.txt') == 3
+    arguments = [] if other == 'no labels' else ['--label-names', 'labels.txt']
+    assert push(*arguments) == 3
     assert 'alice/net holds another model' in one_line(capsys)
     assert hub.files('alice/net') == before
-    assert push('--overwrite-model', '--label-names', 'labels.txt') == 0
+    assert push('--overwrite-model', *arguments) == 0
     assert hub.files('alice/net').keys() == PUSHED
     assert_same_function(load_source(), load('hf-hub:alice/net'))
 
@@ -481,6 +487,8 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     (['--push-to-hub', 'net'], 'expected USER/NAME'),
     (['--push-to-hub', 'alice/../net'], 'is not the name of a repository'),
     (['--push-to-hub', 'alice/net', '--create-pr', '--revision', 'v2'], 'a pull request is always to the main branch'),
+    (['--push-to-hub', 'alice/net', '--commit-message', ''], 'must not be empty'),
+    (['--push-to-hub', 'alice/net', '--label-names', 'empty.txt'], 'is empty'),
     (['--push-to-hub', 'alice/net', '--label-names', 'none.txt'], 'No such file'),
     (['--push-to-hub', 'alice/net', '--label-names', 'two.txt'], '3 classes, where 2'),
     (['--push-to-hub', 'alice/net', '--label-names', 'twice.txt'], "'a' was given more than once"),
@@ -491,7 +499,8 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     (['out.pth', '--push-to-hub', 'alice/net'], 'is the name of a file'),
 ])
 def test_bad_input_writes_and_sends_nothing(arguments, said, hub, folder, capsys):
-    (folder / 'two.txt').write_text('a\nb\n')
+    (folder / 'two.txt').write_text('a\nb\n\n')
+    (folder / 'empty.txt').write_text('\n')
     (folder / 'twice.txt').write_text('a\nb\na\n')
     (folder / 'gap.txt').write_text('a\n\nb\n')
     (folder / 'none.json').write_text('{"top1": 920}')
@@ -515,6 +524,7 @@ def test_options_of_the_hub_need_it(arguments, folder, capsys):
     ('hf-hub:alice/empty', 'has no config.json'),
     ('hf-hub:alice/light', 'has no model.safetensors or'),
     ('hf-hub:a b/c', "a b/c: Repo id"),
+    ('hf-hub:alice', 'expected hf-hub:USER/NAME'),
     ('hf-hub:alice/broken', 'is truncated or not a safetensors file'),
 ])
 def test_sources_on_the_hub_that_cannot_be_read(source, said, hub, folder, capsys):

@@ -79,7 +79,8 @@ def _weights_file(path: Path) -> Path:
             raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
         path = path / names[0]
     if not path.is_file():
-        raise CheckpointError(f'{path} does not exist or is not a file: give a checkpoint file or a local-dir: folder.')
+        raise CheckpointError(f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder '
+            'or hf-hub:USER/NAME.')
     return path
 
 

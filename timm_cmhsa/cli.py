@@ -45,7 +45,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def _convert_and_push(convert_args: Dict[str, Any], args: argparse.Namespace) -> None:
-    check_push(args.push_to_hub, args.revision, args.create_pr)
+    check_push(args.push_to_hub, args.revision, args.create_pr, args.commit_message)
     label_names = None
     if args.label_names is not None:
         label_names = read_label_names(args.label_names)
@@ -84,8 +84,10 @@ def _convert_once(dst: Path, convert_args: Dict[str, Any]) -> None:
         again = Path(parent) / dst.name
         report = convert_checkpoint(**{**convert_args, 'dst': again})
         if not same_model_folders(again, dst):
-            check_destination(dst, None, force=False)
-    print(f'{report}\nwritten to {dst} before')
+            raise CheckpointError(
+                f'{dst} exists already and holds something else than this command writes: overwrite it with --force '
+                '(which overwrites nothing on the Hub), or give another DST.')
+    print(f'{report}\n{dst} is up to date')
 
 
 def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str], args: argparse.Namespace) -> None:
@@ -101,11 +103,11 @@ def read_label_names(path: Path) -> List[str]:
         CheckpointError: If the file cannot be read, or a line is empty.
     """
     try:
-        names = [line.strip() for line in path.read_text(encoding='utf-8-sig').splitlines()]
+        names = [line.strip() for line in path.read_text(encoding='utf-8-sig').rstrip().splitlines()]
     except (OSError, ValueError) as e:
         raise CheckpointError(f'{path} cannot be read: {getattr(e, "strerror", None) or e}.') from e
     if not all(names) or not names:
-        raise CheckpointError(f'{path} has an empty line: expected the name of one class in every line.')
+        raise CheckpointError(f'{path} is empty or has an empty line: expected the name of one class in every line.')
     return names
 
 
@@ -157,7 +159,7 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
     add('--tolerance', metavar='E', type=float, default=TOLERANCE,
         help='largest accepted error, relative to the largest value (default: %(default)s)')
-    add('--force', action='store_true', help='overwrite DST')
+    add('--force', action='store_true', help='overwrite DST (and nothing on the Hub)')
     add('--version', action='version', version=f'timm_cmhsa {__version__}')
     return parser, _add_push_options(parser)
 
@@ -175,7 +177,7 @@ def _add_push_options(parser: argparse.ArgumentParser) -> List[str]:
         add('--overwrite-readme', action='store_true', help='replace a README.md that is there'),
         add('--overwrite-model', action='store_true', help='replace another model that is there'),
         add('--label-names', metavar='FILE', type=Path,
-            help='names of the classes, one a line (default: those that SRC tells)'),
+            help='names of the classes, one a line, in the order of their numbers (default: those that SRC tells)'),
         add('--license', metavar='ID', help='as the Hub knows it (default: what SRC tells, or else apache-2.0)'),
         add('--dataset', metavar='ID', action='append', default=[],
             help="training data's name on the Hub, such as uoft-cs/cifar100; can be given several times"),

@@ -228,7 +228,7 @@ def convert_checkpoint(
     source = read_checkpoint(path, use_ema)
     args, img_size_source = _source_args(source, model, img_size, patch_size, in_chans)
     if num_classes is not None and num_classes != args['num_classes']:
-        raise CheckpointError(f"the checkpoint has {args['num_classes']} classes, where {num_classes} were asked for.")
+        raise CheckpointError(f"the checkpoint has {args['num_classes']} classes, where {num_classes} were expected.")
     architecture = model or matching_model(args)
     attn_args = _attn_args(args, architecture, num_heads, head_dim)
     state_dict = source.state_dict if dtype is None else _cast(source.state_dict, dtype)

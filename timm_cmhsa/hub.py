@@ -47,6 +47,8 @@ def download(source: str) -> Path:
         HubError: If it cannot be had.
     """
     repo_id, _, revision = source[len(PREFIXES[0]):].partition('@')
+    if repo_id.count('/') != 1:
+        raise HubError(f'{source} is not the name of a model on the Hub: expected hf-hub:USER/NAME.')
     find_token()
     with explained(repo_id, 'read'):
         _download_first(repo_id, ['config.json'], revision or None)
@@ -210,7 +212,7 @@ def push_to_hub(
         HubError: If the Hub was not reached or refused. A new repository or branch may be left, but no half of a model:
             that is one commit.
     """
-    check_push(repo_id, revision, create_pr)
+    check_push(repo_id, revision, create_pr, commit_message)
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / 'model'
         save_for_hub(model, folder, repo_id, **about)
@@ -219,7 +221,7 @@ def push_to_hub(
             overwrite_readme=overwrite_readme, overwrite_model=overwrite_model)
 
 
-def check_push(repo_id: str, revision: Optional[str], create_pr: bool) -> None:
+def check_push(repo_id: str, revision: Optional[str], create_pr: bool, commit_message: str) -> None:
     """Refuse what could not be pushed, before any work is done."""
     try:
         validate_repo_id(repo_id)
@@ -229,6 +231,8 @@ def check_push(repo_id: str, revision: Optional[str], create_pr: bool) -> None:
         raise CheckpointError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.')
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
         raise CheckpointError(f'a pull request is always to the main branch: leave out the revision {revision}.')
+    if revision == '' or not commit_message:
+        raise CheckpointError('a revision and a commit message must not be empty: leave them out, or give one.')
 
 
 def upload(
@@ -266,9 +270,10 @@ def upload(
         if not branch_exists:
             api.create_branch(repo_id, branch=str(revision))
         sent = sorted(folder.iterdir())
-        if 'README.md' in names and not overwrite_readme:
-            _logger.warning(f'{repo_id} has a README.md, which is left as it is: overwrite it by saying so.')
+        keeps_readme = 'README.md' in names and not overwrite_readme
+        if keeps_readme:
             sent = [path for path in sent if path.name != 'README.md']
+            readme = Path(api.hf_hub_download(repo_id, 'README.md', revision=info.sha)).read_bytes()
         stale = {name for name in names if overwrite_model and _is_weights(name)} - {path.name for path in sent}
         commit = api.create_commit(  # upload_folder would make several
             repo_id,
@@ -278,6 +283,10 @@ def upload(
             create_pr=create_pr,
             parent_commit=info.sha,  # what was checked is what is replaced
         )
+    if keeps_readme and readme != (folder / 'README.md').read_bytes():
+        _logger.warning(
+            f'{repo_id} has another README.md, which is left as it is and may speak of an earlier model: '
+            '--overwrite-readme (overwrite_readme=True) replaces it.')
     return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
 
 
@@ -293,10 +302,12 @@ def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]
     if 'config.json' in names:
         found = _outline(Path(api.hf_hub_download(info.id, 'config.json', revision=info.sha)))
     if ours is None or found is None or ours.layers != found.layers or (
-            ours.label_names and found.label_names and list(ours.label_names) != list(found.label_names)):
+            found.label_names and list(ours.label_names or ()) != list(found.label_names)):
         what = 'of unknown architecture' if found is None else f'{found.architecture} with {found.num_classes} classes'
+        what += f' named {", ".join(map(str, found.label_names[:3]))} ...' if found and found.label_names else ''
         raise HubError(
-            f'{info.id} holds another model ({what}): choose another name, or say that it may be overwritten.')
+            f'{info.id} holds another model ({what}): choose another name, or replace it with --overwrite-model '
+            '(overwrite_model=True).')
 
 
 class _Outline(NamedTuple):
