@@ -136,7 +136,7 @@ def test_save_for_hub(hub, folder):
 def test_a_source_on_the_hub(hub, folder):
     model = create(in_chans=1, pretrained_cfg_overlay=dict(mean=[0.25], std=[0.5]))
     push_to_hub(model, 'alice/phase1', label_names=['a', 'b', 'c'], license='mit')
-    push_to_hub(create(in_chans=1), 'alice/phase1', revision='other')
+    push_to_hub(create(in_chans=1), 'alice/phase1', revision='other', label_names=['a', 'b', 'c'])
     assert push(src='hf-hub:alice/phase1', repo_id='alice/phase2') == 0
     loaded = load('hf-hub:alice/phase2')
     assert_same_function(model, loaded)
