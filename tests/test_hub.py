@@ -152,7 +152,6 @@ def test_a_source_on_the_hub(hub, folder):
 
 
 def test_a_pickled_source_on_the_hub(hub, folder):
-    save_for_hub(create(), 'saved')
     push_to_hub(create(), 'alice/net')
     files = hub.files('alice/net')
     del files['model.safetensors']
@@ -185,7 +184,7 @@ def test_pull_request_to_the_repository_of_someone_else(hub, folder, monkeypatch
     assert hub.files('alice/net', 'refs/pr/1')['model.safetensors'] == (folder / 'net/model.safetensors').read_bytes()
 
 
-def test_private(hub, folder, monkeypatch, capsys):
+def test_private(hub, folder, monkeypatch):
     assert push('--private') == 0
     assert hub.repositories['alice/net'].private
     monkeypatch.setenv('HF_TOKEN', 'hf_bob')
@@ -261,7 +260,7 @@ def test_more_training_of_the_same_model_replaces_it(hub):
 # The model card
 
 
-def test_model_card(hub, folder, monkeypatch):
+def test_model_card(hub, folder):
     (folder / 'results.json').write_text(json.dumps({'model': 'cmhsa_attn', 'top1': 92.25, 'top5': '99.5'}))
     training = dict(model=CONV, epochs=80, lr=1e-3, opt='adamw', mixup=0.8, cutmix=0., data_dir='/home/alice/secret')
     torch.save({'state_dict': create().state_dict(), 'arch': CONV, 'args': training}, 'last.pth.tar')

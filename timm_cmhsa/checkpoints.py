@@ -79,8 +79,8 @@ def _weights_file(path: Path) -> Path:
             raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
         path = path / names[0]
     if not path.is_file():
-        raise CheckpointError(f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder '
-            'or hf-hub:USER/NAME.')
+        raise CheckpointError(
+            f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
     return path
 
 
@@ -166,8 +166,8 @@ def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], 
     if model_args.get('img_size') is not None:
         height, width = to_2tuple(model_args['img_size'])
         model_args['img_size'] = int(height), int(width)
-    return architecture, model_args, {key: pretrained_cfg[key] for key in (*PREPROCESSING, *ABOUT)
-                                      if pretrained_cfg.get(key)}
+    known = {key: pretrained_cfg[key] for key in (*PREPROCESSING, *ABOUT) if pretrained_cfg.get(key)}
+    return architecture, model_args, known
 
 
 def _sha256(path: Path) -> str:

@@ -18,6 +18,7 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 from timm.data import resolve_data_config
+from timm.layers import DropPath
 from timm.models._hub import save_config_for_hf
 from timm.utils import unwrap_model
 from torch import nn
@@ -30,6 +31,7 @@ from .version import __version__
 
 PREFIXES = ('hf-hub:', 'hf_hub:')
 WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.tar', '.ckpt', '.onnx', '.h5', '.msgpack', '.gguf')
+IDLE = (nn.Dropout, nn.Identity, DropPath)  # in eval mode
 
 _logger = logging.getLogger(__name__)
 
@@ -351,11 +353,8 @@ def _unwrap(model: nn.Module) -> Cmhsa:
 def _layers(model: nn.Module) -> Sequence[Tuple[str, Any]]:
     """Names, types and shapes of all that computes in eval mode."""
     shapes = [(name, tuple(tensor.shape)) for name, tensor in model.state_dict().items()]
-    layers = [(name, type(module).__name__) for name, module in model.named_modules() if not isinstance(module, _IDLE)]
+    layers = [(name, type(module).__name__) for name, module in model.named_modules() if not isinstance(module, IDLE)]
     return [*shapes, *layers]
-
-
-_IDLE = (nn.Dropout, nn.Identity, timm.layers.DropPath)
 
 
 def _json_args(model: Cmhsa) -> Dict[str, Any]:
