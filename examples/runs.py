@@ -1,9 +1,8 @@
 """Many trainings on the digits, side by side, for the examples that compare: each is done once, in a folder of its own.
 
-A digit fills its image of 16 x 16 pixels, so that small models learn from few images in less than a minute. The name of
-the folder is made from a run's settings and the versions of torch and timm: runs that differ never mix, and what was
-stopped goes on where it stopped. The test images are the same in all runs and choose nothing: learning rates are chosen
-on validation images.
+Small models on few images: a run takes about a minute. The name of the folder is made from a run's settings and the
+versions of torch and timm: runs that differ never mix, and what was stopped goes on where it stopped. The test images
+are the same in all runs and choose nothing: learning rates are chosen on validation images.
 """
 import hashlib
 import json
@@ -18,7 +17,7 @@ import numpy as np
 import timm
 import torch
 import torchvision
-from digits import DIGIT, NUM_IMAGES, Digits, choose, place_digits
+from digits import NUM_IMAGES, Digits, choose, place_digits
 from torch import nn
 from tqdm import tqdm
 from two_phase import BATCH_SIZE, Stage, create, evaluate, train, write_whole
@@ -95,7 +94,7 @@ def do(run: Run, output: Path) -> None:
 def split_digits(run: Run) -> Tuple[Digits, Digits, Digits]:
     """Training, validation and test images; the last are the same for all seeds."""
     rng = np.random.RandomState(run.seed)
-    images, targets = place_digits(rng, canvas=DIGIT)
+    images, targets = place_digits(rng, canvas=run.stage.model_args['img_size'])
     order = rng.permutation(NUM_IMAGES - NUM_TEST)
     if run.num_train + NUM_VALIDATION > len(order):
         raise ValueError(f'{run.num_train} training images are too many: at most {len(order) - NUM_VALIDATION}.')
@@ -115,6 +114,7 @@ def convert(run: Run, output: Path) -> nn.Module:
         folder,
         model=run.stage.model,
         num_heads=run.stage.model_args.get('num_heads'),
+        head_dim=run.stage.model_args.get('head_dim'),
         sharpness=run.sharpness,
         tolerance=timm_cmhsa.convert.TOLERANCE if run.sharpness is None else math.inf,
         force=True,

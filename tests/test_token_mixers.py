@@ -1,3 +1,4 @@
+import copy
 import itertools
 
 import pytest
@@ -7,9 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import set_fused_attn
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import PatchConv2d, RelPosAttention, patchify, unpatchify
-from timm_cmhsa.token_mixers import resize_bias_table
+from timm_cmhsa.token_mixers import FoldedRelPosAttention
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -139,18 +142,6 @@ def test_masked_keys_have_no_influence():
     torch.testing.assert_close(attn(tokens, is_causal=True)[:, :4], attn(changed, is_causal=True)[:, :4])
 
 
-@given(grid=pairs, new_grid=pairs)
-def test_bias_table_keeps_every_offset_that_both_grids_know(grid, new_grid):
-    table = torch.randn((2 * grid[0] - 1) * (2 * grid[1] - 1), 2)
-    resized = resize_bias_table(table, grid, new_grid)
-    assert resized.shape == ((2 * new_grid[0] - 1) * (2 * new_grid[1] - 1), 2)
-    for row, col in itertools.product(range(1 - new_grid[0], new_grid[0]), range(1 - new_grid[1], new_grid[1])):
-        actual = resized[(row + new_grid[0] - 1) * (2 * new_grid[1] - 1) + col + new_grid[1] - 1]
-        known = abs(row) < grid[0] and abs(col) < grid[1]
-        expected = table[(row + grid[0] - 1) * (2 * grid[1] - 1) + col + grid[1] - 1] if known else torch.zeros(2)
-        assert torch.equal(actual, expected)
-
-
 def test_set_grid_size_keeps_requires_grad_and_the_zero_key():
     attn = random_attention()
     attn.requires_grad_(False)
@@ -160,3 +151,100 @@ def test_set_grid_size_keeps_requires_grad_and_the_zero_key():
     assert not any(parameter.requires_grad for parameter in attn.parameters())
     assert torch.equal(attn.rel_pos.zero_key_bias, zero_key_bias)
     assert attn(torch.randn(1, 16, 12)).shape == (1, 16, 12)
+
+
+def plain_order(attn):
+    """The same layer, which projects tokens to queries, keys and values: as it must for whoever watches them."""
+    attn = copy.deepcopy(attn)
+    attn.qkv.register_forward_hook(lambda *_: None)
+    return attn
+
+
+@given(
+    dim=st.integers(1, 12), head_dim=st.integers(1, 20), dim_out=st.integers(1, 12), num_heads=st.integers(1, 4),
+    grid=pairs, qkv_bias=st.booleans(), mask=st.booleans(), seed=st.integers(0, 2 ** 16))
+def test_products_first_is_the_same_function_with_the_same_gradients(
+        dim, head_dim, dim_out, num_heads, grid, qkv_bias, mask, seed):
+    torch.manual_seed(seed)
+    attn = random_attention(
+        dim, grid, num_heads=num_heads, head_dim=head_dim, dim_out=dim_out, qkv_bias=qkv_bias, dtype=torch.float64)
+    results = []
+    tokens = torch.randn(3, grid[0] * grid[1], dim, dtype=torch.float64)
+    attn_mask = torch.randn(3, 1, len(tokens[0]), len(tokens[0]), dtype=torch.float64) if mask else None
+    weights = torch.randn(3, grid[0] * grid[1], dim_out, dtype=torch.float64)
+    for form in (attn, plain_order(attn)):
+        form.forms_products = lambda x, form=form: not form.qkv._forward_hooks  # whatever is cheaper here
+        x = tokens.clone().requires_grad_()
+        y = form(x, attn_mask=attn_mask)
+        gradients = torch.autograd.grad((y * weights).sum(), [x, *form.parameters()])
+        results.append([y, *gradients])
+    for products_first, plain in zip(*results):
+        torch.testing.assert_close(products_first, plain, atol=1e-11, rtol=1e-10)
+
+
+def operations(attn, tokens):
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        attn(tokens)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize(('num_images', 'dim', 'head_dim', 'expected'), [
+    (1, 64, 64, False), (16, 64, 64, True), (16, 64, 96, True), (1, 64, 640, False), (64, 64, 16, False),
+    (16, 48, 40, True),
+])
+def test_the_order_of_products_follows_the_shapes(num_images, dim, head_dim, expected):
+    attn, tokens = random_attention(dim, 4, num_heads=2, head_dim=head_dim), torch.randn(num_images, 16, dim)
+    assert attn.forms_products(tokens) == expected
+    assert operations(attn, tokens) <= operations(plain_order(attn), tokens)
+    other_order = copy.deepcopy(attn)
+    other_order.forms_products = lambda x: not expected
+    assert operations(other_order, tokens) > operations(attn, tokens)
+
+
+def test_who_watches_a_projection_sees_it():
+    tokens, seen = torch.randn(64, 6, 12), []
+    for name in ('qkv', 'proj'):
+        attn = random_attention(head_dim=24)
+        assert attn.forms_products(tokens)
+        getattr(attn, name).register_forward_hook(lambda module, *_: seen.append(module.out_features))
+        attn(tokens)
+    assert seen == [9 * 24 * 3, 12]
+
+
+def test_a_layer_in_place_of_a_projection_is_called():
+    """As fine-tuning of low-rank updates puts it there."""
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    dtype = torch.float64
+    attn, tokens = random_attention(head_dim=24, dtype=dtype), torch.randn(64, 6, 12, dtype=dtype)
+    linear, attn.proj = attn.proj, Doubled(9 * 24, 12, dtype=dtype)
+    attn.proj.load_state_dict(linear.state_dict())
+    doubled = attn(tokens)
+    attn.proj = linear
+    torch.testing.assert_close(doubled, 2 * attn(tokens))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize('fused', [True, False])
+@pytest.mark.parametrize('qkv_bias', [True, False])
+def test_folded_attention_is_the_same_function(dtype, fused, qkv_bias):
+    set_fused_attn(fused)
+    attn = random_attention(12, (2, 3), head_dim=20, dim_out=8, qkv_bias=qkv_bias, dtype=dtype)
+    for parameter in attn.parameters():
+        parameter.data.mul_(0.3)
+    folded, tokens = attn.fuse(), torch.randn(2, 6, 12, dtype=dtype)
+    assert isinstance(folded, FoldedRelPosAttention)
+    mask = torch.rand(6, 6) > 0.3
+    for kwargs in ({}, {'attn_mask': mask}, {'is_causal': True}):
+        actual, expected = folded(tokens, **kwargs), attn(tokens, **kwargs)
+        assert actual.dtype == dtype
+        assert (actual - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.abs().max()
+    assert sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in attn.parameters())
+    assert not any(p.requires_grad for p in folded.parameters())
+
+
+def test_thin_heads_have_nothing_to_fold():
+    attn = random_attention(head_dim=3)
+    assert attn.fuse() is attn

@@ -16,7 +16,8 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
-from .token_mixers import PatchConv2d, PatchReshape, RelPosAttention, Size2d, resize_bias_table, unpatchify
+from .rel_pos import resize_bias_table
+from .token_mixers import PatchConv2d, PatchReshape, RelPosAttention, Size2d, unpatchify
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 

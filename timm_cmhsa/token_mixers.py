@@ -4,15 +4,18 @@ A token is a flattened image patch, so a mixer can see the tokens as the image t
 convolves that image (phase 1), `RelPosAttention` attends over the tokens (phase 2): tokens in, tokens out.
 """
 import math
-from typing import Any, Final, Optional, Tuple, Union
+from typing import Final, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, RelPosBias, to_2tuple
+from timm.layers import Attention, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
 
+from .rel_pos import ZeroKeyRelPosBias
+
 Size2d = Union[int, Tuple[int, int]]
+PAD = 8  # coordinates beside a token's own, of which one is needed: tensor cores want multiples of 8
 
 
 # Functions that branch on what fx tracing sees as a proxy stay leaves of its graph.
@@ -175,60 +178,11 @@ class PatchConv2d(nn.Module):
         return self.proj_drop(patchify(x, self.patch_size))
 
 
-class ZeroKeyRelPosBias(RelPosBias):
-    """timm's relative position bias table, and a learned bias per head for one more key: the zero key.
-
-    An offset means the same at any grid size, so that a change of grid pads the table with zeros or crops it. Offsets
-    that a smaller grid does not have are forgotten.
-    """
-    window_size: Tuple[int, int]
-    bias_shape: Tuple[int, int, int]
-    relative_position_bias_table: nn.Parameter
-    relative_position_index: torch.Tensor
-
-    def __init__(self, window_size: Tuple[int, int], num_heads: int, device: Any = None, dtype: Any = None) -> None:
-        super().__init__(window_size, num_heads, device=device, dtype=dtype)
-        self.zero_key_bias = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if hasattr(self, 'zero_key_bias'):  # timm's constructor calls this before ours is done
-            nn.init.zeros_(self.zero_key_bias)
-
-    def set_window_size(self, window_size: Tuple[int, int]) -> None:
-        """Change the grid. The bias of every offset that both grids know is kept."""
-        if window_size == self.window_size:
-            return
-        table = resize_bias_table(self.relative_position_bias_table.detach(), self.window_size, window_size)
-        self.window_size = window_size
-        self.window_area = window_size[0] * window_size[1]
-        self.bias_shape = (self.window_area, self.window_area, table.shape[1])
-        self.relative_position_bias_table = nn.Parameter(
-            table, requires_grad=self.relative_position_bias_table.requires_grad)
-        self.relative_position_index = self.relative_position_index.new_empty(self.window_area ** 2)
-        self._init_buffers()
-
-    def get_bias(self) -> torch.Tensor:
-        """Bias of every query and key, the zero key last: shape (1, num_heads, N, N + 1)."""
-        bias = self.relative_position_bias_table[self.relative_position_index].view(self.bias_shape)
-        zero_key_bias = self.zero_key_bias.expand(bias.shape[0], 1, -1)
-        return torch.cat([bias, zero_key_bias], dim=1).permute(2, 0, 1).unsqueeze(0).contiguous()
-
-
-def resize_bias_table(table: torch.Tensor, grid_size: Tuple[int, int], new_grid_size: Tuple[int, int]) -> torch.Tensor:
-    """Pad with zeros, or crop, a bias table for another grid. Interpolation would smear its one-hot entries.
-
-    Args:
-        table: Shape ((2h - 1) * (2w - 1), num_heads), offsets row by row.
-        grid_size: Patches per image side, (h, w), that the table is for.
-        new_grid_size: Patches per image side, (h', w'), that it shall be for.
-
-    Returns:
-        Table of shape ((2h' - 1) * (2w' - 1), num_heads).
-    """
-    table_2d = table.reshape(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, -1)
-    grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
-    return F.pad(table_2d, (0, 0, grow_w, grow_w, grow_h, grow_h)).flatten(0, 1)
+def is_onnx_export() -> bool:
+    """PyTorch's ONNX exporter fails on a fused attention with a bias."""
+    if torch.jit.is_scripting():
+        return False
+    return torch.onnx.is_in_onnx_export()
 
 
 class RelPosAttention(Attention):
@@ -237,6 +191,9 @@ class RelPosAttention(Attention):
     One more key than there are tokens, the zero key, has a zero key, a zero value and a learned bias per head (what
     `nn.MultiheadAttention` calls `add_zero_attn`): a head can attend to nothing, as it must where its offset points
     outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
+
+    Of wide heads the products of their projections are formed first where that is cheaper: the same function of the
+    same parameters. `fuse` forms them once and for all, for inference.
     """
 
     def __init__(
@@ -302,15 +259,22 @@ class RelPosAttention(Attention):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
     ) -> torch.Tensor:
+        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+        if not torch.jit.is_scripting() and self.forms_products(x):
+            query_weight, query_bias, out_weight = self.products()
+            dropout_p = self.attn_drop.p if self.training else 0.
+            x = attend_to_tokens(x, query_weight, query_bias, attn_bias, self.scale, dropout_p)
+            x = F.linear(x, out_weight, self.proj.bias)
+        else:
+            x = self.proj(self.attend(x, attn_bias))
+        return self.proj_drop(x)
+
+    def attend(self, x: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
+        """Project tokens to queries, keys and values, and attend: (B, N, dim) to (B, N, num_heads * head_dim)."""
         B, N, _ = x.shape
         q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])
-        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
-
-        fused_attn = self.fused_attn
-        if not torch.jit.is_scripting():  # PyTorch's ONNX exporter fails on a fused attention with a bias
-            fused_attn = fused_attn and not torch.onnx.is_in_onnx_export()
-        if fused_attn:
+        if self.fused_attn and not is_onnx_export():
             x = F.scaled_dot_product_attention(
                 q, k, v,
                 attn_mask=attn_bias,
@@ -322,8 +286,121 @@ class RelPosAttention(Attention):
             attn = attn.softmax(dim=-1)
             attn = self.attn_drop(attn)
             x = attn @ v
+        return x.transpose(1, 2).reshape(B, N, self.attn_dim)
 
-        x = x.transpose(1, 2).reshape(B, N, self.attn_dim)
-        x = self.proj(x)
-        x = self.proj_drop(x)
-        return x
+    def products(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Products of every head's projections, by which tokens themselves are its keys and values.
+
+        With a token x and a constant one as its last coordinates, x1 = (x, 1), the score of query i and key j is
+        x1_i [W_q b_q] [W_k b_k]^T x1_j^T, and the output of a head is A x1 [W_v b_v] W_o. The zero key is x1 = 0.
+
+        Returns:
+            Weight (num_heads * (dim + PAD), dim) and bias (num_heads * (dim + PAD)) that make queries of tokens, and
+            weight (dim_out, num_heads * (dim + PAD)) that makes the output of what heads attend to.
+        """
+        weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, -1)
+        if self.qkv.bias is None:
+            bias = weight.new_zeros(3, self.num_heads, self.head_dim)
+        else:
+            bias = self.qkv.bias.view(3, self.num_heads, self.head_dim)
+        key_value = F.pad(torch.cat([weight[1:], bias[1:].unsqueeze(-1)], dim=-1), [0, PAD - 1])
+        key, value = key_value.unbind(0)
+        query_weight = key.transpose(-2, -1) @ weight[0]
+        query_bias = key.transpose(-2, -1) @ bias[0].unsqueeze(-1)
+        out_weight = self.proj.weight.view(-1, self.num_heads, self.head_dim).transpose(0, 1) @ value
+        return query_weight.flatten(0, 1), query_bias.flatten(), out_weight.transpose(0, 1).flatten(1)
+
+    @torch.jit.unused
+    def forms_products(self, x: torch.Tensor) -> bool:
+        """Whether forming the products first takes fewer multiplications for tokens of this shape.
+
+        Not where the plain order is what one wants to see: unfused, for the attention maps; with hooks on a
+        projection, or another layer in its place; traced, for any number of images.
+        """
+        num_images, num_patches = x.shape[:2]
+        if not self.fused_attn or not isinstance(num_images, int) or not _is_plain(self.qkv, self.proj):
+            return False
+        num_tokens, dim, dim_out = num_images * num_patches, self.qkv.in_features, self.proj.out_features
+        plain = num_tokens * self.head_dim * (3 * dim + dim_out + 2 * num_patches)
+        products = self.head_dim * (dim + PAD) * (dim + dim_out)
+        return products + num_tokens * (dim + PAD) * (dim + dim_out + 2 * num_patches) < plain
+
+    def fuse(self) -> nn.Module:
+        """This layer for inference, for `timm.utils.reparameterize_model`: itself if that would not be smaller."""
+        dim, dim_out = self.qkv.in_features, self.proj.out_features
+        smaller = (dim + PAD) * (dim + dim_out) < self.head_dim * (3 * dim + dim_out)
+        return FoldedRelPosAttention(self) if smaller else self
+
+
+def _is_plain(*linears: nn.Module) -> bool:
+    return all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks for m in linears)
+
+
+def attend_to_tokens(
+        x: torch.Tensor,
+        query_weight: torch.Tensor,
+        query_bias: torch.Tensor,
+        attn_bias: torch.Tensor,
+        scale: float,
+        dropout_p: float = 0.,
+        fused: bool = True,
+) -> torch.Tensor:
+    """Attend with the tokens themselves as keys and values: heads are then but more queries of one head.
+
+    Args:
+        x: Tokens of shape (B, N, dim).
+        query_weight, query_bias: See `RelPosAttention.products`.
+        attn_bias: Shape (1 or B, num_heads, N, N + 1), the zero key last.
+        scale: Factor of the scores before the bias.
+        dropout_p: Dropout rate of the attention weights.
+        fused: Use PyTorch's fused attention.
+
+    Returns:
+        What the heads attend to, shape (B, N, num_heads * (dim + PAD)).
+    """
+    B, N, dim = x.shape
+    keys = F.pad(F.pad(x, [0, PAD], value=1.), [0, 0, 0, 1]).unsqueeze(1)
+    q = F.linear(x, query_weight, query_bias).reshape(B, 1, -1, dim + PAD)
+    attn_bias = attn_bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
+    if fused:
+        x = F.scaled_dot_product_attention(q, keys, keys, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
+    else:
+        attn = (q * scale) @ keys.transpose(-2, -1) + attn_bias
+        x = attn.softmax(dim=-1) @ keys
+    return x.reshape(B, N, -1)
+
+
+class FoldedRelPosAttention(nn.Module):
+    """`RelPosAttention` of wide heads for inference: the same function by the products of its projections alone."""
+    fused_attn: Final[bool]
+
+    @torch.no_grad()
+    def __init__(self, attn: RelPosAttention) -> None:
+        super().__init__()
+        query_weight, query_bias, out_weight = attn.products()
+        self.fused_attn = attn.fused_attn
+        self.query = _linear(query_weight * attn.scale, query_bias * attn.scale)
+        self.rel_pos = attn.rel_pos
+        self.proj = _linear(out_weight, attn.proj.bias)
+        self.requires_grad_(False)
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        self.rel_pos.set_window_size(grid_size)
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+        fused = self.fused_attn and not is_onnx_export()
+        x = attend_to_tokens(x, self.query.weight, self.query.bias, attn_bias, scale=1., fused=fused)
+        return self.proj(x)
+
+
+def _linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device='meta')
+    tensors = {'weight': weight.contiguous()} if bias is None else {'weight': weight.contiguous(), 'bias': bias}
+    linear.load_state_dict(tensors, assign=True)
+    return linear

@@ -1,0 +1,103 @@
+"""The bias of an attention score by where the key is, seen from the query, and of the key that is nowhere."""
+import math
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import RelPosBias
+from torch import nn
+
+MAX_KEPT_ENTRIES = 2 ** 24  # 64 MB in float32; beyond, memory is worth more than the time to gather a bias again
+
+
+class ZeroKeyRelPosBias(RelPosBias):
+    """timm's relative position bias table, and a learned bias per head for one more key: the zero key.
+
+    An offset means the same at any grid size, so that a change of grid pads the table with zeros or crops it. Offsets
+    that a smaller grid does not have are forgotten.
+    """
+    window_size: Tuple[int, int]
+    bias_shape: Tuple[int, int, int]
+    relative_position_bias_table: nn.Parameter
+    relative_position_index: torch.Tensor
+
+    def __init__(self, window_size: Tuple[int, int], num_heads: int, device: Any = None, dtype: Any = None) -> None:
+        super().__init__(window_size, num_heads, device=device, dtype=dtype)
+        self.zero_key_bias = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
+        self._kept: Optional[KeptBias] = None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, 'zero_key_bias'):  # timm's constructor calls this before ours is done
+            nn.init.zeros_(self.zero_key_bias)
+
+    def set_window_size(self, window_size: Tuple[int, int]) -> None:
+        """Change the grid. The bias of every offset that both grids know is kept."""
+        if window_size == self.window_size:
+            return
+        table = resize_bias_table(self.relative_position_bias_table.detach(), self.window_size, window_size)
+        self.window_size = window_size
+        self.window_area = window_size[0] * window_size[1]
+        self.bias_shape = (self.window_area, self.window_area, table.shape[1])
+        self.relative_position_bias_table = nn.Parameter(
+            table, requires_grad=self.relative_position_bias_table.requires_grad)
+        self.relative_position_index = self.relative_position_index.new_empty(self.window_area ** 2)
+        self._init_buffers()
+
+    def get_bias(self) -> torch.Tensor:
+        """Bias of every query and key, the zero key last: shape (1, num_heads, N, N + 1), stored query by query."""
+        return self.gather_bias() if torch.jit.is_scripting() else self.kept_bias()
+
+    def gather_bias(self) -> torch.Tensor:
+        bias = self.relative_position_bias_table[self.relative_position_index].view(self.bias_shape)
+        zero_key_bias = self.zero_key_bias.expand(bias.shape[0], 1, -1)
+        return torch.cat([bias, zero_key_bias], dim=1).transpose(1, 2).contiguous().transpose(0, 1).unsqueeze(0)
+
+    @torch.jit.unused
+    def kept_bias(self) -> torch.Tensor:
+        """The bias, which in eval mode without gradients is gathered once and kept until a parameter has changed.
+
+        PyTorch counts all changes of a parameter but those through `.data`: these are seen at the next `eval()`.
+        """
+        parameters = self.relative_position_bias_table, self.zero_key_bias
+        if self.training or torch.is_grad_enabled() or not self._can_keep(parameters):
+            return self.gather_bias()
+        versions = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
+        if self._kept is None or self._kept.versions != versions:
+            self._kept = KeptBias([parameter.detach() for parameter in parameters], versions, self.gather_bias())
+        return self._kept.bias
+
+    def _can_keep(self, parameters: Tuple[nn.Parameter, ...]) -> bool:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or math.prod(self.bias_shape) > MAX_KEPT_ENTRIES:
+            return False
+        return all(type(p) is nn.Parameter and not p.is_inference() for p in parameters)  # not traced, sharded, ...
+
+    def train(self, mode: bool = True) -> 'ZeroKeyRelPosBias':
+        self._kept = None
+        return super().train(mode)
+
+    def __getstate__(self) -> Dict[str, Any]:
+        return {**self.__dict__, '_kept': None}
+
+
+class KeptBias(NamedTuple):
+    """A bias, and what it was gathered from."""
+    tensors: List[torch.Tensor]  # held, so that no other tensor gets their address
+    versions: List[Tuple[int, int]]  # addresses, and counts of changes
+    bias: torch.Tensor
+
+
+def resize_bias_table(table: torch.Tensor, grid_size: Tuple[int, int], new_grid_size: Tuple[int, int]) -> torch.Tensor:
+    """Pad with zeros, or crop, a bias table for another grid. Interpolation would smear its one-hot entries.
+
+    Args:
+        table: Shape ((2h - 1) * (2w - 1), num_heads), offsets row by row.
+        grid_size: Patches per image side, (h, w), that the table is for.
+        new_grid_size: Patches per image side, (h', w'), that it shall be for.
+
+    Returns:
+        Table of shape ((2h' - 1) * (2w' - 1), num_heads).
+    """
+    table_2d = table.reshape(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, -1)
+    grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
+    return F.pad(table_2d, (0, 0, grow_w, grow_w, grow_h, grow_h)).flatten(0, 1)
