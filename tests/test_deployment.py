@@ -1,15 +1,17 @@
-"""Both phases go wherever timm's models go: compilers, exporters, reduced precision."""
+"""Both phases, and phase 2 folded for inference, go wherever timm's models go: compilers, exporters, other types."""
 import pytest
 import timm
 import torch
 from timm.layers import set_fused_attn
+from timm.utils import reparameterize_model
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
 import timm_cmhsa  # noqa: F401
 
-CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+CONV, ATTN, FOLDED = 'test_cmhsa_conv_k3', 'test_cmhsa_attn', 'test_cmhsa_attn, folded'
 both_phases = pytest.mark.parametrize('name', [CONV, ATTN])
+all_forms = pytest.mark.parametrize('name', [CONV, ATTN, FOLDED])
 
 
 @pytest.fixture
@@ -18,13 +20,15 @@ def x():
 
 
 def create(name):
+    if name == FOLDED:
+        return reparameterize_model(create(ATTN))
     model = timm.create_model(name, num_classes=10)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     return model.eval()
 
 
-@both_phases
+@all_forms
 @pytest.mark.parametrize('fused', [False, True])
 def test_torchscript(name, fused, x):
     set_fused_attn(fused)
@@ -32,7 +36,7 @@ def test_torchscript(name, fused, x):
     torch.testing.assert_close(torch.jit.script(model)(x), model(x), atol=1e-5, rtol=1e-5)
 
 
-@both_phases
+@all_forms
 @pytest.mark.parametrize('fused', [False, True])
 def test_fx(name, fused, x):
     set_fused_attn(fused)
@@ -43,35 +47,47 @@ def test_fx(name, fused, x):
     torch.testing.assert_close(outputs['block'], model.blocks[:2](model.patch_embed(x)))
 
 
-@both_phases
+@all_forms
 def test_compile_without_graph_breaks(name, x):
     model = create(name)
+    torch.compiler.reset()  # other models count against the limit of compilations too
     compiled = torch.compile(model, fullgraph=True)
     torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)
     model.train()
     compiled(x).mean().backward()
-    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.requires_grad)
 
 
-@both_phases
+@all_forms
 def test_export(name, x):
     model = create(name)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), model(x))
 
 
-@both_phases
+@all_forms
+def test_export_for_any_number_of_images(name, x):
+    model, images = create(name), torch.randn(9, 3, 32, 32)
+    batch = torch.export.Dim('batch', min=1, max=64)
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=False).module()
+    torch.testing.assert_close(exported(images), model(images))
+
+
+@all_forms
 @pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
 def test_onnx(name, x, tmp_path):
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnx')
     model, path = create(name), tmp_path / 'model.onnx'
-    torch.onnx.export(model, (x,), str(path), input_names=['images'])
+    torch.onnx.export(model, (x,), str(path), input_names=['images'], dynamic_axes={'images': {0: 'batch'}})
     session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
-    actual = torch.from_numpy(session.run(None, {'images': x.numpy()})[0])
-    torch.testing.assert_close(actual, model(x), atol=1e-4, rtol=1e-4)
+    images = torch.randn(5, 3, 32, 32)
+    actual = torch.from_numpy(session.run(None, {'images': images.numpy()})[0])
+    torch.testing.assert_close(actual, model(images), atol=1e-4, rtol=1e-4)
 
 
-@both_phases
+@all_forms
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize('fused', [False, True])
 def test_amp(name, dtype, fused, x):
@@ -83,20 +99,26 @@ def test_amp(name, dtype, fused, x):
     error = (y.float() - model(x)).abs().max() / model(x).abs().max()
     assert error < 8 * torch.finfo(dtype).eps
     y.float().mean().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
 
 
-@both_phases
+@all_forms
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
 def test_other_types(name, dtype, x):
     model = create(name)
     expected = model(x)
     error = (model.to(dtype)(x.to(dtype)).float() - expected).abs().max() / expected.abs().max()
     assert error < 8 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    assert timm.create_model(name, dtype=dtype)(x.to(dtype)).dtype == dtype
 
 
 @both_phases
+@pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float64])
+def test_created_in_other_types(name, dtype, x):
+    assert timm.create_model(name, dtype=dtype)(x.to(dtype)).dtype == dtype
+
+
+@all_forms
 def test_channels_last(name, x):
     model = create(name)
     torch.testing.assert_close(model.to(memory_format=torch.channels_last)(
@@ -110,3 +132,17 @@ def test_fused_and_unfused_models_agree(x):
     unfused.load_state_dict(fused.state_dict())
     assert [m.blocks[0].attn.fused_attn for m in (fused, unfused)] == [True, False]
     torch.testing.assert_close(unfused(x), fused(x), atol=1e-5, rtol=1e-5)
+
+
+def test_folded_model(x):
+    """The same logits at any size, with fewer parameters."""
+    model = create(ATTN)
+    folded = reparameterize_model(model)
+    for size in (32, 48, 16):
+        images = torch.randn(3, 3, size, size)
+        for each in (model, folded):
+            each.set_input_size(size)
+        torch.testing.assert_close(folded(images), model(images))
+    attention, smaller = (sum(p.numel() for p in each.blocks[0].attn.parameters()) for each in (model, folded))
+    assert smaller < 0.65 * attention
+    assert model.blocks[0].attn.qkv.weight.requires_grad, 'the original stays as it was'

@@ -141,8 +141,11 @@ def test_kept_bias_is_no_constant_of_a_trace(rel_pos):
     with torch.no_grad():
         attn(tokens)
         forms = [
-            torch.compile(attn, backend='eager', fullgraph=True), torch.jit.trace(attn, tokens), torch.fx.symbolic_trace(attn),
-            torch.jit.script(attn)]
+            torch.compile(attn, backend='eager', fullgraph=True),
+            torch.jit.trace(attn, tokens),
+            torch.fx.symbolic_trace(attn),
+            torch.jit.script(attn),
+        ]
         for form in forms:
             form(tokens)
         nn.init.constant_(attn.rel_pos.zero_key_bias, 2.)

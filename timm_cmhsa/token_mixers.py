@@ -359,8 +359,9 @@ def attend_to_tokens(
         What the heads attend to, shape (B, N, num_heads * (dim + PAD)).
     """
     B, N, dim = x.shape
-    keys = F.pad(F.pad(x, [0, PAD], value=1.), [0, 0, 0, 1]).unsqueeze(1)
-    q = F.linear(x, query_weight, query_bias).reshape(B, 1, -1, dim + PAD)
+    key_dim = query_weight.shape[0] // attn_bias.shape[1]
+    keys = F.pad(F.pad(x, [0, key_dim - dim], value=1.), [0, 0, 0, 1]).unsqueeze(1)
+    q = F.linear(x, query_weight, query_bias).reshape(B, 1, -1, key_dim)
     attn_bias = attn_bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
     if fused:
         x = F.scaled_dot_product_attention(q, keys, keys, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
