@@ -9,10 +9,11 @@ from timm.layers import set_fused_attn
 from timm.models import group_parameters, save_for_hf
 from timm.models.vision_transformer import Block
 from timm.optim import create_optimizer_v2
-from timm.utils import AttentionExtract
+from timm.utils import AttentionExtract, reparameterize_model
 from torch import nn
 
 from timm_cmhsa import CmhsaAttn, CmhsaConv, conv2d_to_attention, patchify, unpatchify
+from timm_cmhsa.construction import plan_heads
 
 TINY = ['test_cmhsa_conv_k3', 'test_cmhsa_conv_k5', 'test_cmhsa_attn']
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
@@ -24,7 +25,8 @@ def images(*size, batch=2):
 
 def test_registered_models():
     assert timm.list_models('*cmhsa*') == [
-        'cmhsa_attn', 'cmhsa_attn_patch4_32', 'cmhsa_conv_k3', 'cmhsa_conv_k3_patch4_32', 'cmhsa_conv_k5',
+        'cmhsa_attn', 'cmhsa_attn_16x48_patch4_32', 'cmhsa_attn_16x96', 'cmhsa_attn_22x48_patch4_32',
+        'cmhsa_attn_22x96', 'cmhsa_attn_patch4_32', 'cmhsa_conv_k3', 'cmhsa_conv_k3_patch4_32', 'cmhsa_conv_k5',
         'cmhsa_conv_k5_patch4_32', 'test_cmhsa_attn', 'test_cmhsa_conv_k3', 'test_cmhsa_conv_k5']
     assert set(timm.list_models('cmhsa*')) <= set(timm.list_models(module='cmhsa'))
 
@@ -53,6 +55,26 @@ def test_phase_2_is_the_papers():
         assert block.attn.rel_pos.relative_position_bias_table.shape == (27 * 27, 9)
         assert block.attn.rel_pos.zero_key_bias.shape == (9,)
     assert model.patch_embed.proj.weight.requires_grad
+
+
+@pytest.mark.parametrize(('name', 'kernel_size', 'num_heads'), [
+    ('cmhsa_attn_16x96', 3, 16), ('cmhsa_attn_16x96', 5, 16), ('cmhsa_attn_22x96', 5, 22),
+    ('cmhsa_attn_16x48_patch4_32', 5, 16), ('cmhsa_attn_22x48_patch4_32', 5, 22),
+])
+def test_thin_heads_express_the_convolution(name, kernel_size, num_heads):
+    model = timm.create_model(name, device='meta')
+    attn = model.blocks[0].attn
+    assert (attn.num_heads, attn.head_dim) == (num_heads, int(name.split('_')[2].split('x')[1]))
+    conv = nn.Conv2d(model.hidden_chans, model.hidden_chans, kernel_size, padding=kernel_size // 2)
+    spare = 6 if num_heads == 22 else 0
+    patch_size, grid_size = model.patch_embed.patch_size, model.patch_embed.grid_size
+    assert len(plan_heads(conv, patch_size, grid_size, num_heads, attn.head_dim)) == num_heads - spare
+
+
+def test_a_folded_model_cannot_be_published():
+    model = reparameterize_model(timm.create_model('test_cmhsa_attn'))
+    with pytest.raises(ValueError, match='folded for inference'):
+        model.model_args()
 
 
 @pytest.mark.parametrize('name', TINY)

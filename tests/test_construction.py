@@ -197,8 +197,138 @@ def test_sharpness_trades_exactness():
     assert exact_sharpness(196, torch.float64) == pytest.approx(82.6, abs=0.1)
 
 
+def squared_error(conv, attn, patch, grid):
+    """Of a rewrite, over all pixels that a unit impulse in each pixel makes; a convolution without bias, in float64."""
+    height, width = patch[0] * grid[0], patch[1] * grid[1]
+    impulses = torch.eye(conv.in_channels * height * width, dtype=torch.float64)
+    impulses = impulses.view(-1, conv.in_channels, height, width)
+    with torch.no_grad():
+        return (attn(patchify(impulses, patch)) - patchify(conv(impulses), patch)).square().sum().item()
+
+
+def blocks_by_offset(conv, patch, grid):
+    """What the convolution makes of one patch in another, by their offset: (number of such patches, d, d_out)."""
+    dim, num_patches = patch[0] * patch[1] * conv.in_channels, grid[0] * grid[1]
+    impulses = torch.eye(num_patches * dim, dtype=torch.float64).view(-1, num_patches, dim)
+    with torch.no_grad():
+        answers = patchify(conv(unpatchify(impulses, patch, grid)), patch).view(num_patches, dim, num_patches, -1)
+    blocks = {}
+    for key, query in itertools.product(range(num_patches), repeat=2):
+        offset = key // grid[1] - query // grid[1], key % grid[1] - query % grid[1]
+        if conv.padding_mode == 'circular':
+            offset = offset[0] % grid[0], offset[1] % grid[1]
+        blocks.setdefault(offset, []).append(answers[key, :, query])
+    return {offset: torch.stack(same) for offset, same in blocks.items() if torch.stack(same).any()}
+
+
+@st.composite
+def small_convolutions(draw):
+    patch, grid = draw(st.sampled_from([((2, 2), (2, 3)), ((1, 2), (3, 3)), ((3, 2), (2, 2)), ((1, 1), (3, 4))]))
+    kernel = draw(st.tuples(*[st.sampled_from([1, 3]) for _ in range(2)]))
+    padding_mode = draw(st.sampled_from(['zeros', 'circular']))
+    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+    chans = draw(st.integers(1, 2))
+    conv = nn.Conv2d(chans, chans, kernel, padding='same', padding_mode=padding_mode, bias=False, dtype=torch.float64)
+    return conv, patch, grid
+
+
+@settings(max_examples=60, deadline=None)
+@given(small_convolutions(), st.integers(1, 4), st.integers(1, 5))
+def test_no_other_assignment_of_heads_to_offsets_does_better(case, num_heads, head_dim):
+    conv, patch, grid = case
+    residuals = []  # of an offset, by its number of heads
+    for same in blocks_by_offset(conv, patch, grid).values():
+        energies = torch.linalg.svdvals(same).square().sum(dim=0)
+        residuals.append([energies[number * head_dim:].sum().item() for number in range(num_heads + 1)])
+    counts = itertools.product(range(num_heads + 1), repeat=len(residuals) - 1)
+    best = min(
+        sum(residual[count] for residual, count in zip(residuals, [*some, num_heads - sum(some)]))
+        for some in counts if sum(some) <= num_heads)
+    attn = conv2d_to_attention(conv, patch, grid, num_heads, head_dim, approximate=True)
+    assert (attn.num_heads, attn.head_dim) == (num_heads, head_dim)
+    assert squared_error(conv, attn, patch, grid) == pytest.approx(best, rel=1e-9, abs=1e-15)
+
+
+@settings(max_examples=20, deadline=None)
+@given(small_convolutions())
+def test_more_or_wider_heads_are_never_worse(case):
+    conv, patch, grid = case
+    errors = [[squared_error(conv, conv2d_to_attention(conv, patch, grid, n, d, approximate=True), patch, grid)
+               for d in (1, 2, 3, 8, 12)] for n in (1, 2, 4, 9, 20)]
+    for along in (*errors, *zip(*errors)):
+        assert all(after <= before + 1e-15 for before, after in itertools.pairwise(along))
+    assert errors[-1][-1] <= 1e-15
+
+
+@settings(max_examples=50, deadline=None)
+@given(small_convolutions(), st.integers(0, 3), st.integers(1, 12))
+def test_approximation_is_the_exact_rewrite_where_that_fits(case, spare, head_dim):
+    conv, patch, grid = case
+    num_heads = len(plan_heads(conv, patch, grid, head_dim=head_dim)) + spare
+    layers = []
+    for approximate in (False, True):
+        torch.manual_seed(0)
+        layers.append(conv2d_to_attention(conv, patch, grid, num_heads, head_dim, approximate=approximate))
+    for (name, exact), approximation in zip(layers[0].state_dict().items(), layers[1].state_dict().values()):
+        assert torch.equal(exact, approximation), name
+
+
+def test_a_kernel_of_low_rank_fits_into_fewer_heads():
+    conv = nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=torch.float64)
+    nn.init.constant_(conv.weight, 0.1)  # sums channels: of rank one at every offset
+    with pytest.raises(ValueError, match='it takes 36 heads of 1'):
+        conv2d_to_attention(conv, 1, 4, num_heads=9, head_dim=1)
+    attn = conv2d_to_attention(conv, 1, 4, num_heads=9, head_dim=1, approximate=True)
+    assert squared_error(conv, attn, (1, 1), (4, 4)) <= 1e-24
+
+
+def lower_bound(conv, patch, grid, num_heads):
+    """Least squared error of any attention with heads of any width and any pattern, at one patch far from the borders.
+
+    A head adds its pattern over offsets times one d x d matrix: together they are of rank num_heads at most, and the
+    convolution's offsets times d^2 matrix has these singular values (proofs of Theorems 5 and 6).
+    """
+    blocks = torch.stack([same[0].flatten() for same in blocks_by_offset(conv, patch, grid).values()])
+    return torch.linalg.svdvals(blocks)[num_heads:].square().sum().item()
+
+
+@pytest.mark.parametrize('kernel_size', [3, 5])
+def test_theorem_6_eight_heads_cannot(kernel_size):
+    """For P >= K; and the approximation is the best of all attentions, since no two offsets share a pixel pair."""
+    torch.manual_seed(0)
+    patch, grid = (kernel_size, kernel_size), (3, 3)
+    conv = nn.Conv2d(
+        1, 1, kernel_size, padding=kernel_size // 2, padding_mode='circular', bias=False, dtype=torch.float64)
+    norm = sum(same[0].square().sum().item() for same in blocks_by_offset(conv, patch, grid).values())
+    for num_heads in range(1, 10):
+        bound = lower_bound(conv, patch, grid, num_heads)
+        attn = conv2d_to_attention(conv, patch, grid, num_heads, approximate=True)
+        assert squared_error(conv, attn, patch, grid) / 9 == pytest.approx(bound, rel=1e-9, abs=1e-20)
+        assert (bound > 1e-4 * norm) == (num_heads < 9)
+        if num_heads < 9:
+            with pytest.raises(ValueError, match='it takes 9 heads of'):
+                conv2d_to_attention(conv, patch, grid, num_heads)
+
+
+@pytest.mark.parametrize('kernel_size', [3, 5])
+def test_theorem_5_fewer_than_k_times_k_pixel_heads_cannot(kernel_size):
+    torch.manual_seed(0)
+    chans, grid, needed = kernel_size ** 2, (kernel_size, kernel_size), kernel_size ** 2
+    conv = nn.Conv2d(
+        chans, 1, kernel_size, padding=kernel_size // 2, padding_mode='circular', bias=False, dtype=torch.float64)
+    norm = conv.weight.square().sum().item()
+    for num_heads in (1, needed // 2, needed - 1, needed):
+        bound = lower_bound(conv, (1, 1), grid, num_heads)
+        attn = conv2d_to_attention(conv, 1, grid, num_heads, approximate=True)
+        assert squared_error(conv, attn, (1, 1), grid) / needed >= bound - 1e-12
+        assert (bound > 1e-6 * norm) == (num_heads < needed)
+        if num_heads < needed:
+            with pytest.raises(ValueError, match=f'it takes {needed} heads of'):
+                conv2d_to_attention(conv, 1, grid, num_heads)
+
+
 @pytest.mark.parametrize(('conv', 'kwargs', 'message'), [
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, r'it takes 9 heads of 48\.'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, r'it takes 9 heads of 48\. Or ask for an approximate'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 9, 'head_dim': 12}, 'it takes 12 heads of 12 or 9 heads of 48'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10, 'head_dim': 12}, 'it takes 12 heads of 12 or 10 heads of 24'),
     (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), {}, "use 'zeros' or 'circular'"),

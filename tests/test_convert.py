@@ -1,5 +1,6 @@
 """Checkpoint files in, verified checkpoint files out, by the function and by the command."""
 import argparse
+import itertools
 import json
 import os
 import pickle
@@ -264,6 +265,67 @@ def test_heads(src, conv_model, tmp_path):
     with pytest.raises(CheckpointError, match='it takes 12 heads of 12 or 9 heads of 48'):
         convert_checkpoint(src, tmp_path / 'few', num_heads=9, head_dim=12)
     assert not (tmp_path / 'few').exists()
+
+
+@pytest.mark.parametrize(('kernel', 'used'), [('k3', (9, 12)), ('k5', (9, 16))])
+def test_registered_thin_heads(kernel, used, tmp_path):
+    """They are as exact as wide ones; the plain model stays the default."""
+    model = create(f'cmhsa_conv_{kernel}_patch4_32', depth=2)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    names = 'cmhsa_attn_patch4_32', 'cmhsa_attn_16x48_patch4_32', 'cmhsa_attn_22x48_patch4_32'
+    for name, num_heads, num_used in zip(names, (9, 16, 22), (used[0], used[1], used[1])):
+        report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / name, model=None if num_heads == 9 else name)
+        assert report.architecture == name
+        assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(num_used, num_heads)}
+        assert report.max_error < 2e-6
+        plain = timm.create_model(name, num_classes=10, depth=2)
+        plain.load_state_dict(safetensors.torch.load_file(tmp_path / name / 'model.safetensors'))
+        assert_same_function(model, plain)
+
+
+def test_approximate(src, conv_model, tmp_path):
+    """As exact as the heads allow, and it says how exact that is."""
+    errors = []
+    for num_heads in (6, 8, 11):
+        dst = tmp_path / str(num_heads)
+        with pytest.raises(CheckpointError, match='Or ask for an approximate rewrite'):
+            convert_checkpoint(src, dst, num_heads=num_heads, head_dim=12)
+        report = convert_checkpoint(src, dst, num_heads=num_heads, head_dim=12, approximate=True)
+        assert report.approximate
+        assert ', approximate\n' in str(report)
+        assert report.details['Construction']['Rewrite'].startswith('approximate')
+        errors.append([error for layer in report.layers for error in (layer.error, layer.rms_error)])
+        converted, x = timm.create_model(f'local-dir:{dst}', pretrained=True), torch.randn(200, 3, 32, 32)
+        assert (converted.blocks[0].attn.num_heads, converted.blocks[0].attn.head_dim) == (num_heads, 12)
+        with torch.no_grad():
+            expected, difference = conv_model(x), converted(x) - conv_model(x)
+            tokens = conv_model.blocks[0].norm1(conv_model.patch_embed(x))
+            mixed = conv_model.blocks[0].attn(tokens)
+            layer_difference = converted.blocks[0].attn(tokens) - mixed
+        assert report.logits_rms_error == pytest.approx((difference.norm() / expected.norm()).item(), rel=0.3)
+        assert report.layers[0].rms_error == pytest.approx((layer_difference.norm() / mixed.norm()).item(), rel=0.1)
+    assert all(few > more > 1e-3 for before, after in itertools.pairwise(errors) for few, more in zip(before, after))
+    with safetensors.safe_open(tmp_path / '6' / 'model.safetensors', 'pt') as file:
+        assert file.metadata()['construction'].startswith('approximate')
+
+
+def test_approximate_is_exact_where_the_heads_suffice(src, conv_model, tmp_path):
+    report = convert_checkpoint(src, tmp_path / 'out', num_heads=12, head_dim=12, approximate=True)
+    assert not report.approximate
+    assert report.max_error < 2e-6
+    exact = convert_state_dict(conv_model.state_dict(), num_heads=12, head_dim=12)
+    assert all(torch.equal(tensor, exact[name]) for name, tensor in convert_state_dict(
+        conv_model.state_dict(), num_heads=12, head_dim=12, approximate=True).items())
+
+
+def test_approximate_by_the_command(src, tmp_path, capsys):
+    few = [str(src), str(tmp_path / 'out'), '--num-heads', '6', '--head-dim', '12']
+    assert main(few) == 2
+    assert 'it takes 12 heads of 12 or 9 heads of 48. Or ask for an approximate rewrite.' in capsys.readouterr().err
+    assert main([*few, '--approximate', '--tolerance', '1e-3']) == 1
+    assert 'above the tolerance of 1.0e-03: nothing was written' in capsys.readouterr().err
+    assert main([*few, '--approximate']) == 0
+    assert 'sharpness 40.2, approximate' in capsys.readouterr().out
 
 
 @pytest.mark.parametrize('in_chans', [1, 3])
@@ -589,7 +651,7 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     lines = result.stdout.splitlines()
     assert lines[0] == (
         f'{ATTN}: 3-channel images of 32 x 32 pixels (default of {ATTN}), patches of 4 x 4, sharpness 40.2')
-    assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error']
+    assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error', 'rms', 'error']
     assert [line.split()[:4] for line in lines[2:6]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(4)]
     assert lines[6].startswith('logits')
     assert lines[7] == 'top-1 agreement 100.00% on 8 random and 0 real images'

@@ -151,14 +151,16 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
     add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
     add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
-    add('--head-dim', metavar='N', type=int, help='width of a head (default: that of a token)')
+    add('--head-dim', metavar='N', type=int, help="width of a head (default: the model's, mostly that of a token)")
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
+    add('--approximate', action='store_true',
+        help='where the heads are too few, convert with the least error that they allow, instead of refusing')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES, help="type of the written tensors (default: the source's)")
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
-    add('--tolerance', metavar='E', type=float, default=TOLERANCE,
-        help='largest accepted error, relative to the largest value (default: %(default)s)')
+    add('--tolerance', metavar='E', type=float,
+        help=f'largest accepted error, relative to the largest value (default: {TOLERANCE}; where approximate, any)')
     add('--force', action='store_true', help='overwrite DST (and nothing on the Hub)')
     add('--version', action='version', version=f'timm_cmhsa {__version__}')
     return parser, _add_push_options(parser)

@@ -216,6 +216,8 @@ class CmhsaAttn(Cmhsa):
 
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn
+        if not isinstance(attn, RelPosAttention):
+            raise ValueError('A model that is folded for inference cannot be built anew: use the one it was made from.')
         return dict(
             super().model_args(), num_heads=attn.num_heads, head_dim=attn.head_dim, qkv_bias=attn.qkv.bias is not None)
 
@@ -300,10 +302,14 @@ default_cfgs = generate_default_cfgs({
     'cmhsa_conv_k3': _conv_cfg(),
     'cmhsa_conv_k5': _conv_cfg(),
     'cmhsa_attn': _attn_cfg(),
+    'cmhsa_attn_16x96': _attn_cfg(),
+    'cmhsa_attn_22x96': _attn_cfg(),
 
     'cmhsa_conv_k3_patch4_32': _conv_cfg(**_SMALL),
     'cmhsa_conv_k5_patch4_32': _conv_cfg(**_SMALL),
     'cmhsa_attn_patch4_32': _attn_cfg(**_SMALL),
+    'cmhsa_attn_16x48_patch4_32': _attn_cfg(**_SMALL),
+    'cmhsa_attn_22x48_patch4_32': _attn_cfg(**_SMALL),
 
     'test_cmhsa_conv_k3': _conv_cfg(**_SMALL),
     'test_cmhsa_conv_k5': _conv_cfg(**_SMALL),
@@ -333,6 +339,20 @@ def cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 
 @register_model
+def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, with 16 thin heads of 96: as many as 3 x 3 and 5 x 5 convolutions need. """
+    model_args = dict(num_heads=16, head_dim=96)
+    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x96', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_attn_22x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, with 22 thin heads of 96: 16 for the convolution, 6 to spare. """
+    model_args = dict(num_heads=22, head_dim=96)
+    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_22x96', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
 def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
     model_args = dict(kernel_size=3, img_size=32, patch_size=4, hidden_chans=12)
@@ -351,6 +371,20 @@ def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 9 heads of 192. """
     model_args = dict(num_heads=9, img_size=32, patch_size=4, hidden_chans=12)
     return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 16 thin heads of 48. """
+    model_args = dict(num_heads=16, head_dim=48, img_size=32, patch_size=4, hidden_chans=12)
+    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x48_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def cmhsa_attn_22x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 22 thin heads of 48, 6 to spare. """
+    model_args = dict(num_heads=22, head_dim=48, img_size=32, patch_size=4, hidden_chans=12)
+    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_22x48_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model

@@ -5,7 +5,7 @@ to the patch at its offset and nowhere else, its values pick the pixels that mat
 applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
 """
 import math
-from typing import Dict, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,13 @@ class Head(NamedTuple):
     col_tap: torch.Tensor
 
 
+class Factors(NamedTuple):
+    """A head's share of what the patch at its offset adds to the output: patch @ value.T @ output."""
+    offset: Tuple[int, int]
+    value: torch.Tensor  # (at most head_dim, P_h * P_w * C_in)
+    output: torch.Tensor  # (the same, P_h * P_w * C_out / stride^2)
+
+
 @torch.no_grad()
 def conv2d_to_attention(
         conv: nn.Conv2d,
@@ -31,6 +38,7 @@ def conv2d_to_attention(
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
+        approximate: bool = False,
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
@@ -51,6 +59,8 @@ def conv2d_to_attention(
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Thinner heads share an offset.
         sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all else; by default
             `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness.
+        approximate: Where the heads are too few or too thin, take the rewrite with the least squared error that they
+            allow, see `best_factors`, instead of raising an error.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -59,9 +69,9 @@ def conv2d_to_attention(
         TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardisation, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
-    heads = plan_heads(conv, patch_size, grid_size, num_heads, head_dim)
-    num_used = len(heads)
-    num_heads = max(num_used, 1) if num_heads is None else num_heads
+    heads = plan_heads(conv, patch_size, grid_size, None if approximate else num_heads, head_dim)
+    num_heads = max(len(heads), 1) if num_heads is None else num_heads
+    num_used = min(len(heads), num_heads)
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
@@ -80,14 +90,12 @@ def conv2d_to_attention(
     output.zero_()
     table[..., :num_used] = 0
     attn.rel_pos.zero_key_bias[:num_used] = sharpness / 2
-    kernel = _dense_kernel(conv)
-    block, block_offset = kernel, None
-    for i, head in enumerate(heads):
-        if head.offset != block_offset:
-            block, block_offset = _offset_block(kernel, head.row_tap, head.col_tap), head.offset
-        width = len(head.inputs)
-        value[i, :width] = F.one_hot(head.inputs, dim).to(value.dtype)
-        output[:, i, :width] = block[head.inputs].T.to(output.dtype)
+    exact = num_used == len(heads)
+    factors = exact_factors(conv, heads) if exact else best_factors(conv, heads, num_heads, attn.head_dim, grid_size)
+    for i, head in enumerate(factors):
+        width = len(head.value)
+        value[i, :width] = head.value.to(value.dtype)
+        output[:, i, :width] = head.output.T.to(output.dtype)
         for row in _table_indices(head.offset[0], grid_h, conv.padding_mode):
             for col in _table_indices(head.offset[1], grid_w, conv.padding_mode):
                 table[row, col, i] = sharpness
@@ -135,8 +143,56 @@ def plan_heads(
         remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
         raise ValueError(
             f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
-            f'{" or ".join(remedies)}.')
+            f'{" or ".join(remedies)}. Or ask for an approximate rewrite.')
     return heads
+
+
+def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:
+    """Values that pick every head's inputs, and the weights by which the kernel reads these."""
+    kernel = _dense_kernel(conv)
+    block, block_offset = kernel, None
+    for head in heads:
+        if head.offset != block_offset:
+            block, block_offset = _offset_block(kernel, head.row_tap, head.col_tap), head.offset
+        yield Factors(head.offset, F.one_hot(head.inputs, len(block)), block[head.inputs])
+
+
+def best_factors(
+        conv: nn.Conv2d,
+        heads: List[Head],
+        num_heads: int,
+        head_dim: int,
+        grid_size: Size2d,
+) -> List[Factors]:
+    """The few heads that come closest to the convolution, each at one offset.
+
+    The singular vectors of an offset's block are the best inputs that this many head dimensions can carry
+    (Eckart-Young), and every further head of an offset saves less than the one before: the heads that save most are
+    the best choice. What is least is the squared error over all output pixels of an image of white noise, borders
+    included, where an offset counts by the number of patches that have a neighbour there.
+
+    Args:
+        conv: Convolution to approximate.
+        heads: What `plan_heads` asks for.
+        num_heads: Number of heads that there are.
+        head_dim: Width of a head.
+        grid_size: Patches per image side.
+    """
+    kernel, (grid_h, grid_w) = _dense_kernel(conv), to_2tuple(grid_size)
+    choices = []
+    for head in {head.offset: head for head in heads}.values():
+        (row, col), zeros = head.offset, conv.padding_mode == 'zeros'
+        num_patches = (grid_h - abs(row)) * (grid_w - abs(col)) if zeros else grid_h * grid_w
+        block = _offset_block(kernel, head.row_tap, head.col_tap)
+        inputs, outputs = block.any(dim=1), block.any(dim=0)
+        left, scales, right = torch.linalg.svd(block[inputs][:, outputs], full_matrices=False)
+        for vectors in torch.arange(len(scales), device='cpu').split(head_dim):
+            value, output = block.new_zeros(len(vectors), len(block)), block.new_zeros(len(vectors), len(block[0]))
+            value[:, inputs] = left[:, vectors].T
+            output[:, outputs] = scales[vectors, None] * right[vectors]
+            choices.append((num_patches * scales[vectors].square().sum().item(), Factors(head.offset, value, output)))
+    choices.sort(key=lambda choice: choice[0], reverse=True)
+    return [factors for _, factors in choices[:num_heads]]
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:

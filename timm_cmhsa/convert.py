@@ -33,6 +33,7 @@ from .version import __version__
 TOLERANCE = 1e-4
 NUM_RANDOM_IMAGES = 8
 CONSTRUCTION = 'Theorem 1 of arXiv 2111.01353, with a zero key'
+APPROXIMATION = f'approximate; {CONSTRUCTION}, and the singular vectors that the heads have room for'
 
 
 class VerificationError(RuntimeError):
@@ -45,8 +46,10 @@ class ConversionReport(NamedTuple):
     model_args: Dict[str, Any]  # for `timm.create_model`
     img_size_source: str
     sharpness: float
+    approximate: bool  # for want of heads
     layers: List[LayerReport]
     logits_error: float  # largest, relative to the source's largest logit
+    logits_rms_error: float  # root mean square, relative to that of the source's logits
     top1_agreement: float  # share of the images
     num_random_images: int
     num_real_images: int
@@ -58,12 +61,16 @@ class ConversionReport(NamedTuple):
         return max([self.logits_error] + [layer.error for layer in self.layers])
 
     @property
+    def construction(self) -> str:
+        return APPROXIMATION if self.approximate else CONSTRUCTION
+
+    @property
     def details(self) -> Dict[str, Any]:
         """How the model was made, by heading, for its model card."""
         details = {
             'Phase 1': self.source,
             'Construction': {
-                'Rewrite': CONSTRUCTION,
+                'Rewrite': self.construction,
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
                 'Sharpness': f'{self.sharpness:.3g}',
                 'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
@@ -79,13 +86,14 @@ class ConversionReport(NamedTuple):
         patch_h, patch_w = to_2tuple(self.model_args['patch_size'])
         shape = (f"{self.model_args['in_chans']}-channel images of {height} x {width} pixels ({self.img_size_source}), "
                  f'patches of {patch_h} x {patch_w}')
-        table = [('layer', 'heads used', 'largest error')]
-        table += [(layer.name, f'{layer.heads_used} of {layer.num_heads}', f'{layer.error:.1e}')
-                  for layer in self.layers]
-        table += [('logits', '', f'{self.logits_error:.1e}')]
+        rows = [(layer.name, f'{layer.heads_used} of {layer.num_heads}', layer.error, layer.rms_error)
+                for layer in self.layers]
+        rows.append(('logits', '', self.logits_error, self.logits_rms_error))
+        approximate = ', approximate' if self.approximate else ''
         return '\n'.join([
-            f'{self.architecture}: {shape}, sharpness {self.sharpness:.3g}',
-            *(f'{name:<14} {heads:<12} {error:>13}' for name, heads, error in table),
+            f'{self.architecture}: {shape}, sharpness {self.sharpness:.3g}{approximate}',
+            'layer          heads used   largest error   rms error',
+            *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),
             f'top-1 agreement {self.top1_agreement:.2%} on {self.num_random_images} random and '
             f'{self.num_real_images} real images',
         ])
@@ -100,6 +108,7 @@ def convert_state_dict(
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
+        approximate: bool = False,
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
@@ -112,7 +121,7 @@ def convert_state_dict(
         in_chans: Number of image channels; by default as many as a token carries, at most 3.
         num_heads: Number of heads; by default 9, or as many as needed if these are more or `head_dim` is given.
         head_dim: Width of a head; by default that of a token.
-        sharpness: See `conv2d_to_attention`.
+        sharpness, approximate: See `conv2d_to_attention`.
 
     Returns:
         Tensors of a `CmhsaAttn`, of the same type.
@@ -123,17 +132,16 @@ def convert_state_dict(
     state_dict = clean_state_dict(state_dict)
     known = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans)
     args = infer_model_args(state_dict, {key: value for key, value in known.items() if value is not None})
-    num_heads, head_dim = _choose_heads(args, 9, num_heads, head_dim)
-    return _rewrite(state_dict, args, num_heads, head_dim, sharpness)
+    num_heads, head_dim = _choose_heads(args, (9, None), num_heads, head_dim, approximate)
+    return _rewrite(state_dict, args, num_heads, head_dim, sharpness, approximate)
 
 
 def _rewrite(
         state_dict: Dict[str, torch.Tensor],
         args: Dict[str, Any],
-        num_heads: int,
-        head_dim: int,
-        sharpness: Optional[float],
+        *heads: Any,
 ) -> Dict[str, torch.Tensor]:
+    """Rewrite every convolution, with the last arguments of `conv2d_to_attention`."""
     converted = {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -148,29 +156,38 @@ def _rewrite(
             elif name.endswith('.weight'):
                 prefix = name.removesuffix('conv.weight')
                 conv = load_conv(tensor, state_dict[prefix + 'conv.bias'])
-                attn = conv2d_to_attention(conv, args['patch_size'], grid_size(args), num_heads, head_dim, sharpness)
+                attn = conv2d_to_attention(conv, args['patch_size'], grid_size(args), *heads)
                 converted.update({prefix + key: value for key, value in attn.state_dict().items()})
     return converted
 
 
 def _choose_heads(
         args: Dict[str, Any],
-        default_num_heads: int,
+        default: Tuple[int, Optional[int]],
         num_heads: Optional[int],
         head_dim: Optional[int],
+        approximate: bool,
 ) -> Tuple[int, int]:
-    """Fill in the heads that were not asked for, and check that the rewrite fits into them."""
+    """Number and width of the heads, where they were not asked for those of the model; the rewrite fits into them."""
     if num_heads is not None and num_heads < 1:
         raise CheckpointError(f'num_heads={num_heads} must be positive.')
+    width = head_dim or default[1] or math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans']
+    needed = _heads_needed(args, None if approximate else num_heads, width)
+    if num_heads is not None:
+        return num_heads, width
+    if head_dim is not None:
+        return needed, width
+    return default[0] if approximate else max(needed, default[0]), width
+
+
+def _heads_needed(args: Dict[str, Any], num_heads: Optional[int], head_dim: int) -> int:
+    """Number of heads of this width that an exact rewrite takes; refuses less."""
     weight = torch.empty(args['hidden_chans'], args['hidden_chans'], *args['kernel_size'], device='meta')
     conv = load_conv(weight, weight[:, 0, 0, 0])
     try:
-        needed = len(plan_heads(conv, args['patch_size'], grid_size(args), num_heads, head_dim))
+        return len(plan_heads(conv, args['patch_size'], grid_size(args), num_heads, head_dim))
     except ValueError as e:
         raise CheckpointError(str(e)) from e
-    if num_heads is None:
-        num_heads = max(needed, default_num_heads) if head_dim is None else needed
-    return num_heads, head_dim or math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans']
 
 
 def convert_checkpoint(
@@ -184,11 +201,12 @@ def convert_checkpoint(
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
+        approximate: bool = False,
         num_classes: Optional[int] = None,
         use_ema: bool = False,
         dtype: Optional[Union[str, torch.dtype]] = None,
         images: Optional[Union[str, Path]] = None,
-        tolerance: float = TOLERANCE,
+        tolerance: Optional[float] = None,
         force: bool = False,
         describe: Optional[Callable[[CmhsaAttn, Path, ConversionReport], None]] = None,
 ) -> ConversionReport:
@@ -205,13 +223,14 @@ def convert_checkpoint(
             at most 3.
         num_heads: Number of heads; by default the model's, or as many as needed if these are more or `head_dim` is
             given.
-        head_dim: Width of a head; by default that of a token.
-        sharpness: See `conv2d_to_attention`.
+        head_dim: Width of a head; by default the model's: that of a token, if it is no model of thin heads.
+        sharpness, approximate: See `conv2d_to_attention`.
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
         dtype: Type of the written tensors; by default the source's.
         images: Folder of images to verify on besides random ones; the first 64 are taken.
-        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
+        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
+            default 1e-4, and any where the rewrite is approximate.
         force: Overwrite an existing destination.
         describe: Writes config.json, and what else belongs there, into a folder; by default config.json alone.
 
@@ -230,14 +249,16 @@ def convert_checkpoint(
     if num_classes is not None and num_classes != args['num_classes']:
         raise CheckpointError(f"the checkpoint has {args['num_classes']} classes, where {num_classes} were expected.")
     architecture = model or matching_model(args)
-    attn_args = _attn_args(args, architecture, num_heads, head_dim)
+    attn_args = _attn_args(args, architecture, num_heads, head_dim, approximate)
     state_dict = source.state_dict if dtype is None else _cast(source.state_dict, dtype)
 
     # Rounding to the written type is done by now: what is measured below, in full precision, is the rewrite alone.
     compute_dtype = torch.promote_types(torch.float32, state_dict['blocks.0.norm1.weight'].dtype)
     if sharpness is None:
         sharpness = exact_sharpness(math.prod(grid_size(args)), compute_dtype)
-    converted = _rewrite(state_dict, args, attn_args['num_heads'], attn_args['head_dim'], sharpness)
+    approximate = approximate and _heads_needed(args, None, attn_args['head_dim']) > attn_args['num_heads']
+    heads = attn_args['num_heads'], attn_args['head_dim'], sharpness, approximate
+    converted = _rewrite(state_dict, args, *heads)
     conv_model = CmhsaConv(**args, dtype=compute_dtype).eval()
     conv_model.load_state_dict(state_dict)
     attn_model = timm.create_model(
@@ -247,12 +268,14 @@ def convert_checkpoint(
     generator = torch.Generator().manual_seed(0)
     random_images = torch.randn(NUM_RANDOM_IMAGES, args['in_chans'], *args['img_size'], generator=generator)
     real_images = random_images[:0] if images is None else load_images(Path(images), attn_model)
-    layers, logits_error, top1_agreement = verify(
+    layers, logits_errors, top1_agreement = verify(
         conv_model, attn_model, torch.cat([random_images, real_images]).to(compute_dtype))
     report = ConversionReport(
-        architecture, attn_args, img_size_source, sharpness, layers, logits_error, top1_agreement,
+        architecture, attn_args, img_size_source, sharpness, approximate, layers, *logits_errors, top1_agreement,
         len(random_images), len(real_images), _source_details(src, source, args),
         training_details(source.training_args))
+    if tolerance is None:
+        tolerance = math.inf if approximate else TOLERANCE
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nerror {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was written.')
@@ -310,13 +333,16 @@ def _attn_args(
         architecture: str,
         num_heads: Optional[int],
         head_dim: Optional[int],
+        approximate: bool,
 ) -> Dict[str, Any]:
     """Arguments of `timm.create_model` for the phase-2 model."""
     choices = timm.list_models(PHASE2_MODELS)
     if architecture not in choices:
         raise CheckpointError(f'{architecture} is not a phase-2 model: choose one of {", ".join(choices)}.')
-    default = timm.create_model(architecture, device=torch.device('meta')).blocks[0].attn
-    num_heads, head_dim = _choose_heads(args, default.num_heads, num_heads, head_dim)
+    model = timm.create_model(architecture, device=torch.device('meta'))
+    attn = model.blocks[0].attn
+    default = attn.num_heads, None if attn.head_dim == model.embed_dim else attn.head_dim
+    num_heads, head_dim = _choose_heads(args, default, num_heads, head_dim, approximate)
     shared = {key: value for key, value in args.items() if key != 'kernel_size'}
     return {**shared, 'num_heads': num_heads, 'head_dim': head_dim}
 
@@ -345,7 +371,7 @@ def _metadata(report: ConversionReport, source: Checkpoint) -> Dict[str, str]:
         'format': 'pt',
         'architecture': report.architecture,
         'model_args': json.dumps(report.model_args),
-        'construction': CONSTRUCTION,
+        'construction': report.construction,
         'source_sha256': source.sha256,
         'sharpness': str(report.sharpness),
         'heads_used': ', '.join(str(layer.heads_used) for layer in report.layers),

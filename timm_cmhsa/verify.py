@@ -19,6 +19,7 @@ class LayerReport(NamedTuple):
     heads_used: int
     num_heads: int
     error: float  # largest, relative to the convolution's largest output
+    rms_error: float  # root mean square, relative to that of the convolution's output
 
 
 @torch.inference_mode()
@@ -26,7 +27,7 @@ def verify(
         conv_model: CmhsaConv,
         attn_model: CmhsaAttn,
         images: torch.Tensor,
-) -> Tuple[List[LayerReport], float, float]:
+) -> Tuple[List[LayerReport], Tuple[float, float], float]:
     """Compare a phase-1 model with its rewrite, layer by layer and at the end.
 
     Args:
@@ -34,16 +35,20 @@ def verify(
         images: Shape (B, C, H, W).
 
     Returns:
-        Layers, the logits' largest error relative to the largest logit, and the share of images with the same top-1
-        class. A layer is fed what its convolution gets, so that its error is its own.
+        Layers, the two errors of the logits, and the share of images with the same top-1 class. A layer is fed what its
+        convolution gets, so that its error is its own.
     """
     depth = len(conv_model.blocks)
-    errors, scales = torch.zeros(depth + 1), torch.zeros(depth + 1)
+    errors, scales = torch.zeros(depth + 1, 2), torch.zeros(depth + 1, 2)  # largest, sum of squares
     same_class = []
 
+    def add(measured: torch.Tensor, values: torch.Tensor) -> None:
+        measured[0] = torch.maximum(measured[0], values.abs().max())
+        measured[1] += values.square().sum()
+
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        errors[i] = torch.maximum(errors[i], (actual - expected).abs().max())
-        scales[i] = torch.maximum(scales[i], expected.abs().max())
+        add(errors[i], actual - expected)
+        add(scales[i], expected)
 
     hooks = [
         block.attn.register_forward_hook(
@@ -56,12 +61,13 @@ def verify(
         same_class.append(expected.argmax(dim=-1) == actual.argmax(dim=-1))
     for hook in hooks:
         hook.remove()
-    *layer_errors, logits_error = (errors / scales.clamp(min=torch.finfo(scales.dtype).tiny)).tolist()
+    ratios = errors / scales.clamp(min=torch.finfo(scales.dtype).tiny)
+    *layer_errors, logits_errors = torch.stack([ratios[:, 0], ratios[:, 1].sqrt()], dim=1).tolist()
     layers = [
-        LayerReport(f'blocks.{i}.attn', _heads_used(block.attn), block.attn.num_heads, error)
-        for i, (block, error) in enumerate(zip(attn_model.blocks, layer_errors))
+        LayerReport(f'blocks.{i}.attn', _heads_used(block.attn), block.attn.num_heads, *layer_error)
+        for i, (block, layer_error) in enumerate(zip(attn_model.blocks, layer_errors))
     ]
-    return layers, logits_error, torch.cat(same_class).float().mean().item()
+    return layers, logits_errors, torch.cat(same_class).float().mean().item()
 
 
 def _heads_used(attn: RelPosAttention) -> int:
