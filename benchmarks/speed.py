@@ -1,0 +1,245 @@
+"""Time, memory and FLOP/s of our models beside timm's: python benchmarks/speed.py
+
+A training step (forward, backward, AdamW) and an inference batch of every model and form, each in a process of its
+own, in rounds, so that a drift of the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round
+(stopped, it goes on from there), and the tables of all that is in that folder into benchmarks/RESULTS.md.
+"""
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Dict, List, Optional
+
+import timm
+import torch
+from construction import peak_bytes
+from timm.utils import reparameterize_model
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import timm_cmhsa
+
+sys.path.insert(0, str(Path(__file__).parents[1] / 'examples'))
+from timing import training_step
+
+HERE = Path(__file__).parent
+BASELINE = 'deit_base_patch16_224'
+START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: end -->\n'
+PHASES = ('training', 'inference')
+
+
+def plain_order(name: str) -> nn.Module:
+    """Tokens projected to queries, keys and values, as in the paper, whatever the shapes."""
+    model = timm.create_model(name)
+    for block in model.blocks:
+        block.attn.forms_products = lambda x: False
+    return model
+
+
+def folded(name: str) -> nn.Module:
+    return reparameterize_model(timm.create_model(name), inplace=True)
+
+
+def create(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
+    return partial(timm.create_model, name, **kwargs)
+
+
+MODELS: Dict[str, Callable[[], nn.Module]] = {
+    BASELINE: create(BASELINE),
+    'vit_base_patch16_224': create('vit_base_patch16_224'),
+    'convit_base': create('convit_base'),
+    'resnet50': create('resnet50'),
+    'cmhsa_conv_k3': create('cmhsa_conv_k3'),
+    'cmhsa_conv_k5': create('cmhsa_conv_k5'),
+    'cmhsa_attn, plain order': partial(plain_order, 'cmhsa_attn'),
+    'cmhsa_attn': create('cmhsa_attn'),
+    'cmhsa_attn, folded': partial(folded, 'cmhsa_attn'),
+    'cmhsa_attn_16x96': create('cmhsa_attn_16x96'),
+    'cmhsa_attn_22x96': create('cmhsa_attn_22x96'),
+    'cmhsa_attn, 20 heads of 64': create('cmhsa_attn', num_heads=20, head_dim=64),
+}
+TWO_PHASES = {  # of equal length
+    'two phases, k3, 9 x 768': ('cmhsa_conv_k3', 'cmhsa_attn'),
+    'two phases, k5, 9 x 768': ('cmhsa_conv_k5', 'cmhsa_attn'),
+    'two phases, k3, 16 x 96': ('cmhsa_conv_k3', 'cmhsa_attn_16x96'),
+    'two phases, k5, 16 x 96': ('cmhsa_conv_k5', 'cmhsa_attn_16x96'),
+    'two phases, k5, 22 x 96': ('cmhsa_conv_k5', 'cmhsa_attn_22x96'),
+}
+
+
+def main() -> None:
+    args = parse_args()
+    if args.measure:
+        print(json.dumps(measure(*args.measure, args)))
+        return
+    path = HERE / 'speed' / f'{setting(args)}.json'
+    results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
+    if results['about'] != about(args):
+        raise SystemExit(f'{path} is of another machine or other versions: move it away first.')
+    for number in range(args.rounds):
+        for phase in PHASES:
+            for model in args.models:
+                measured = results['measured'].setdefault(model, {}).setdefault(phase, [])
+                if len(measured) > number or (phase == 'training' and 'folded' in model):
+                    continue
+                measured.append(measure_in_process(model, phase))
+                seconds = statistics.median(measured[-1]['seconds'])
+                print(f'round {number + 1}, {phase}, {model}: {1e3 * seconds:.0f} ms', flush=True)
+                path.parent.mkdir(exist_ok=True)
+                path.write_text(json.dumps(results, indent=1))
+    print(table(results))
+    update_results(HERE / 'RESULTS.md')
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='default: %(default)s')
+    add('--batch-size', type=int, help='images (default: 128 on a GPU, 32 on the CPU)')
+    add('--steps', type=int, help='timed steps of a round (default: 20 on a GPU, 2 on the CPU)')
+    add('--rounds', type=int, default=2, help='default: %(default)s')
+    add('--amp', action='store_true', help='autocast to bfloat16')
+    add('--compile', action='store_true', help='torch.compile')
+    add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {", ".join(MODELS)}')
+    add('--measure', nargs=2, metavar=('MODEL', 'PHASE'), help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    cpu = args.device == 'cpu'
+    args.batch_size = args.batch_size or (32 if cpu else 128)
+    args.steps = args.steps or (2 if cpu else 20)
+    if min(args.batch_size, args.steps, args.rounds) < 1:
+        parser.error('--batch-size, --steps and --rounds must be positive')
+    if not set(args.models) <= set(MODELS):
+        parser.error(f'--models: {", ".join(set(args.models) - set(MODELS))} is none of {", ".join(MODELS)}')
+    return args
+
+
+def setting(args: argparse.Namespace) -> str:
+    precision = 'bfloat16' if args.amp else 'float32'
+    return f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
+
+
+def about(args: argparse.Namespace) -> Dict[str, Any]:
+    """What the figures hold for."""
+    return dict(
+        command=f'python benchmarks/speed.py --device {args.device} --batch-size {args.batch_size}'
+                f"{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}",
+        hardware=hardware(args.device), python=platform.python_version(), torch=str(torch.__version__),
+        timm=timm.__version__, timm_cmhsa=timm_cmhsa.__version__)
+
+
+def hardware(device: str) -> str:
+    if device != 'cpu':
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path('/proc/cpuinfo')
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
+    return f'{name or platform.machine()}, {torch.get_num_threads()} threads'
+
+
+def measure_in_process(model: str, phase: str) -> Dict[str, Any]:
+    command = [sys.executable, __file__, *sys.argv[1:], '--measure', model, phase]
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode:
+        raise SystemExit(f'{phase} of {model} failed: see above.')
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Seconds of every timed step, peak memory beyond what was there before the model, and operations."""
+    before = peak_bytes()
+    cpu = args.device == 'cpu'
+    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
+    model = MODELS[title]().to(args.device).train(phase == 'training')
+    runs = torch.compile(model) if args.compile else model
+    step = training_step(runs, images, args.amp) if phase == 'training' else inference_step(runs, images, args.amp)
+    for _ in range(1 if cpu and not args.compile else 5):
+        step()
+    seconds = []
+    for _ in range(args.steps):
+        start = time.perf_counter()
+        step()
+        seconds.append(time.perf_counter() - start)
+    peak = peak_bytes() - before if cpu else torch.cuda.max_memory_allocated(args.device)
+    return dict(seconds=seconds, peak_bytes=peak, operations=operations(title, phase, args.batch_size))
+
+
+def inference_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callable[[], None]:
+    @torch.inference_mode()
+    def step() -> None:
+        context: Any = torch.autocast(images.device.type, dtype=torch.bfloat16) if amp else nullcontext()
+        with context:
+            model(images)
+        if images.device.type != 'cpu':
+            torch.accelerator.synchronize()
+    return step
+
+
+def operations(title: str, phase: str, batch_size: int) -> int:
+    """Floating-point operations of the matrix products and convolutions of a step."""
+    training = phase == 'training'
+    with torch.device('meta'):
+        model, images = MODELS[title]().train(training), torch.randn(batch_size, 3, 224, 224)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(training):
+        logits = model(images)
+        if training:
+            logits.sum().backward()
+    return counter.get_total_flops()
+
+
+def summary(results: Dict[str, Any], model: str, phase: str) -> Optional[Dict[str, Any]]:
+    """Median and range of the seconds, peak memory and operations; None where nothing was measured."""
+    measured = results['measured'].get(model, {}).get(phase)
+    if not measured:
+        return None
+    seconds = [value for one in measured for value in one['seconds']]
+    return dict(
+        median=statistics.median(seconds), range=(min(seconds), max(seconds)),
+        peak=statistics.median(one['peak_bytes'] for one in measured), operations=measured[0]['operations'])
+
+
+def table(results: Dict[str, Any]) -> str:
+    """Medians, their ratios to the baseline, and two phases of equal length."""
+    about = results['about']
+    models = [model for model in MODELS if model in results['measured']]
+    lines = [f"`{about['command']}`: {about['hardware']}; Python {about['python']}, torch {about['torch']}, timm "
+             f"{about['timm']}. Ratios are to {BASELINE}.\n"]
+    for phase in PHASES:
+        lines += [f'| {phase} | ms | fastest to slowest | time | operations | GFLOP/s | peak memory, MiB | memory |',
+                  '|---|---:|---:|---:|---:|---:|---:|---:|']
+        rows = {model: row for model in models if (row := summary(results, model, phase))}
+        base = rows.get(BASELINE)
+        for model, row in rows.items():
+            time, count, memory = (
+                f'{row[key] / base[key]:.2f}x' if base else '-' for key in ('median', 'operations', 'peak'))
+            low, high = (f'{1e3 * value:.0f}' for value in row['range'])
+            lines.append(
+                f"| {model} | {1e3 * row['median']:.0f} | {low} to {high} | {time} | {count} | "
+                f"{1e-9 * row['operations'] / row['median']:.0f} | {row['peak'] / 2 ** 20:.0f} | {memory} |")
+        if phase == 'training' and base:
+            lines += [f'| {title} | | | {mean_ratio(rows, pair, base):.2f}x | | | | |'
+                      for title, pair in TWO_PHASES.items() if set(pair) <= set(rows)]
+        lines.append('')
+    return '\n'.join(lines)
+
+
+def mean_ratio(rows: Dict[str, Dict[str, Any]], models: Any, base: Dict[str, Any]) -> float:
+    return statistics.mean(rows[model]['median'] for model in models) / base['median']
+
+
+def update_results(path: Path) -> None:
+    """Write all tables between the marks of a document."""
+    tables: List[str] = [table(json.loads(file.read_text())) for file in sorted((HERE / 'speed').glob('*.json'))]
+    before, _, rest = path.read_text().partition(START)
+    _, _, after = rest.partition(END)
+    path.write_text(before + START + '\n' + '\n'.join(tables) + END + after)
+
+
+if __name__ == '__main__':
+    main()
