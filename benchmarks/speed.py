@@ -2,11 +2,14 @@
 
 A training step (forward, backward, AdamW) and an inference batch of every model and form, each in a process of its
 own, in rounds, so that a drift of the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round
-(stopped, it goes on from there), and the tables of all that is in that folder into benchmarks/RESULTS.md.
+(stopped, it goes on from there), and the tables of all that is in that folder into benchmarks/RESULTS.md. Linux only: a
+CPU's peak memory is what the operating system says.
 """
 import argparse
+import gc
 import json
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -18,7 +21,6 @@ from typing import Any, Callable, Dict, List, Optional
 
 import timm
 import torch
-from construction import peak_bytes
 from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -35,11 +37,11 @@ START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: en
 PHASES = ('training', 'inference')
 
 
-def plain_order(name: str) -> nn.Module:
+def unfolded(name: str) -> nn.Module:
     """Tokens projected to queries, keys and values, as in the paper, whatever the shapes."""
     model = timm.create_model(name)
     for block in model.blocks:
-        block.attn.forms_products = lambda x: False
+        block.attn.folding_pays = lambda x: False
     return model
 
 
@@ -58,7 +60,7 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     'resnet50': create('resnet50'),
     'cmhsa_conv_k3': create('cmhsa_conv_k3'),
     'cmhsa_conv_k5': create('cmhsa_conv_k5'),
-    'cmhsa_attn, plain order': partial(plain_order, 'cmhsa_attn'),
+    'cmhsa_attn, unfolded': partial(unfolded, 'cmhsa_attn'),
     'cmhsa_attn': create('cmhsa_attn'),
     'cmhsa_attn, folded': partial(folded, 'cmhsa_attn'),
     'cmhsa_attn_16x96': create('cmhsa_attn_16x96'),
@@ -77,15 +79,16 @@ TWO_PHASES = {  # of equal length
 def main() -> None:
     args = parse_args()
     if args.measure:
-        print(json.dumps(measure(*args.measure, args)))
+        title, phase = args.measure
+        print(json.dumps(measure(title, phase, args)))
         return
     path = HERE / 'speed' / f'{setting(args)}.json'
     results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
     if results['about'] != about(args):
-        raise SystemExit(f'{path} is of another machine or other versions: move it away first.')
+        raise SystemExit(f'{path} is of another machine, other versions or other options: move it away first.')
     for number in range(args.rounds):
         for phase in PHASES:
-            for model in args.models:
+            for model in args.models[::(-1) ** number]:  # there and back, against a steady drift
                 measured = results['measured'].setdefault(model, {}).setdefault(phase, [])
                 if len(measured) > number or (phase == 'training' and 'folded' in model):
                     continue
@@ -128,8 +131,11 @@ def setting(args: argparse.Namespace) -> str:
 def about(args: argparse.Namespace) -> Dict[str, Any]:
     """What the figures hold for."""
     return dict(
-        command=f'python benchmarks/speed.py --device {args.device} --batch-size {args.batch_size}'
+        command=f'python benchmarks/speed.py --device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
                 f"{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}",
+        commit=subprocess.run(
+            ['git', 'log', '-1', '--format=%h', '--', HERE.parent / 'timm_cmhsa'],
+            capture_output=True, text=True, cwd=HERE).stdout.strip(),
         hardware=hardware(args.device), python=platform.python_version(), torch=str(torch.__version__),
         timm=timm.__version__, timm_cmhsa=timm_cmhsa.__version__)
 
@@ -153,12 +159,14 @@ def measure_in_process(model: str, phase: str) -> Dict[str, Any]:
 
 def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
     """Seconds of every timed step, peak memory beyond what was there before the model, and operations."""
-    before = peak_bytes()
     cpu = args.device == 'cpu'
     images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
+    before = reset_peak(args.device)
     model = MODELS[title]().to(args.device).train(phase == 'training')
-    runs = torch.compile(model) if args.compile else model
-    step = training_step(runs, images, args.amp) if phase == 'training' else inference_step(runs, images, args.amp)
+    if args.compile:
+        model.compile()
+    step = training_step(model, images, args.amp) if phase == 'training' else inference_step(model, images, args.amp)
+    reset_peak(args.device)  # what making the model took
     for _ in range(1 if cpu and not args.compile else 5):
         step()
     seconds = []
@@ -166,8 +174,25 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
         start = time.perf_counter()
         step()
         seconds.append(time.perf_counter() - start)
-    peak = peak_bytes() - before if cpu else torch.cuda.max_memory_allocated(args.device)
+    peak = peak_bytes(args.device) - before
     return dict(seconds=seconds, peak_bytes=peak, operations=operations(title, phase, args.batch_size))
+
+
+def reset_peak(device: str) -> int:
+    """Forget the peak of memory so far; returns the bytes in use now."""
+    gc.collect()
+    if device != 'cpu':
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path('/proc/self/clear_refs').write_text('5')
+    return peak_bytes(device)
+
+
+def peak_bytes(device: str) -> int:
+    if device != 'cpu':
+        return torch.cuda.max_memory_allocated(device)
+    kilobytes = re.findall(r'VmHWM:\s*(\d+) kB', Path('/proc/self/status').read_text())
+    return int(kilobytes[0]) * 1024
 
 
 def inference_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callable[[], None]:
@@ -206,21 +231,21 @@ def summary(results: Dict[str, Any], model: str, phase: str) -> Optional[Dict[st
 
 def table(results: Dict[str, Any]) -> str:
     """Medians, their ratios to the baseline, and two phases of equal length."""
-    about = results['about']
+    made = results['about']
     models = [model for model in MODELS if model in results['measured']]
-    lines = [f"`{about['command']}`: {about['hardware']}; Python {about['python']}, torch {about['torch']}, timm "
-             f"{about['timm']}. Ratios are to {BASELINE}.\n"]
+    lines = [f"`{made['command']}`: {made['hardware']}; Python {made['python']}, torch {made['torch']}, timm "
+             f"{made['timm']}, commit {made['commit'] or 'unknown'}. Ratios are to {BASELINE}.\n"]
     for phase in PHASES:
         lines += [f'| {phase} | ms | fastest to slowest | time | operations | GFLOP/s | peak memory, MiB | memory |',
                   '|---|---:|---:|---:|---:|---:|---:|---:|']
         rows = {model: row for model in models if (row := summary(results, model, phase))}
         base = rows.get(BASELINE)
         for model, row in rows.items():
-            time, count, memory = (
+            seconds, count, memory = (
                 f'{row[key] / base[key]:.2f}x' if base else '-' for key in ('median', 'operations', 'peak'))
             low, high = (f'{1e3 * value:.0f}' for value in row['range'])
             lines.append(
-                f"| {model} | {1e3 * row['median']:.0f} | {low} to {high} | {time} | {count} | "
+                f"| {model} | {1e3 * row['median']:.0f} | {low} to {high} | {seconds} | {count} | "
                 f"{1e-9 * row['operations'] / row['median']:.0f} | {row['peak'] / 2 ** 20:.0f} | {memory} |")
         if phase == 'training' and base:
             lines += [f'| {title} | | | {mean_ratio(rows, pair, base):.2f}x | | | | |'

@@ -64,7 +64,7 @@ def main() -> None:
         results, rates = on_digits(args)
         plot(results, args.output / 'table1.png')
     models = create_models(scaled=not args.paper)
-    # At the paper's scale, benchmarks/training_time.py measures the times.
+    # At the paper's scale, benchmarks/speed.py measures the times.
     table = markdown(results, rates, models, None if args.paper else time_rows(models))
     (args.output / 'table1.md').write_text(table)
     print(table)

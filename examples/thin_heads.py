@@ -2,7 +2,7 @@
 
 The task of two_phase.py (digits at a random place on a canvas, 400 training images), kernels 3 and 5, 5 seeds. Every
 choice of heads starts from the same phase-1 models, converted exactly, and has its own best learning rate by the
-validation images of one more seed; the test images choose nothing. About an hour on 2 cores.
+validation images of one more seed; the test images choose nothing. About half an hour on 2 cores.
 
 The output folder gets the table and the plot. What was stopped goes on where it stopped.
 """
@@ -102,12 +102,15 @@ def model_args(heads: Heads, kernel: int) -> Dict[str, Any]:
 
 
 def step_seconds() -> Dict[str, float]:
-    """Seconds of a training step of phase 1 and of phase 2 with all heads, by title."""
-    models: Dict[str, nn.Module] = {
-        heads.title: timm.create_model('cmhsa_attn', **model_args(heads, KERNELS[-1])) for heads in CHOICES}
-    models['phase 1'] = timm.create_model(f'cmhsa_conv_k{KERNELS[-1]}', **SHAPE)
+    """Seconds of a training step of phase 2 with all heads, by `shape`."""
+    args = [model_args(heads, kernel) for heads in CHOICES for kernel in KERNELS]
+    models: Dict[str, nn.Module] = {shape(each): timm.create_model('cmhsa_attn', **each) for each in args}
     times = training_times(models, torch.randn(BATCH_SIZE, SHAPE['in_chans'], CANVAS, CANVAS), repeats=50)
     return {title: statistics.median(values) for title, values in times.items()}
+
+
+def shape(args: Dict[str, Any]) -> str:
+    return f"{args['num_heads']} of {args['head_dim'] or 'd'}"
 
 
 def markdown(
@@ -115,21 +118,20 @@ def markdown(
         rates: Dict[Heads, float],
         seconds: Dict[str, float],
 ) -> str:
-    columns = [f'K = {kernel}, {when}' for kernel in KERNELS for when in ('start', 'end')]
-    heads_columns = [f'heads, K = {kernel}' for kernel in KERNELS]
-    lines = ['| ' + ' | '.join(['heads of phase 2', *heads_columns, 'learning rate', *columns, 'step']) + ' |',
-             '|---|' + '---:|' * (len(heads_columns) + len(columns) + 2)]
+    columns = [f'K = {kernel}, {what}' for kernel in KERNELS for what in ('heads', 'start', 'end', 'step, ms')]
+    lines = ['| ' + ' | '.join(['heads of phase 2', 'learning rate', *columns]) + ' |',
+             '|---|' + '---:|' * (len(columns) + 1)]
     for heads, results in by_choice.items():
-        shapes = [f"{args['num_heads']} of {args['head_dim'] or 'd'}" for args in
-                  (model_args(heads, kernel) for kernel in KERNELS)]
-        cells = [spread([result[when]['top1'] for result in results[kernel]])
-                 for kernel in KERNELS for when in ('before', 'test')]
-        step = seconds[heads.title] / seconds['phase 1']
-        lines.append('| ' + ' | '.join([heads.title, *shapes, f'{rates[heads]:g}', *cells, f'{step:.2f}x']) + ' |')
+        cells = [heads.title, f'{rates[heads]:g}']
+        for kernel in KERNELS:
+            title = shape(model_args(heads, kernel))
+            cells += [title, *(spread([result[when]['top1'] for result in results[kernel]])
+                               for when in ('before', 'test')), f'{1e3 * seconds[title]:.1f}']
+        lines.append('| ' + ' | '.join(cells) + ' |')
     num_seeds = len(by_choice[CHOICES[0]][KERNELS[0]])
     return '\n'.join(lines) + (
-        f'\n\nTop-1 on the test images, mean ± standard deviation over {num_seeds} seeds, %; a training step in units '
-        'of one of phase 1.\n')
+        f'\n\nTop-1 on the test images, mean ± standard deviation over {num_seeds} seeds, %, before and after phase 2; '
+        'median time of a training step.\n')
 
 
 def plot(
@@ -143,7 +145,7 @@ def plot(
         for heads, results in by_choice.items():
             curves = [[row['top1'] for row in result['history']] for result in results[kernel]]
             steps = [row['epoch'] * (NUM_TRAIN // BATCH_SIZE) for row in results[kernel][0]['history']]
-            times = [step * seconds[heads.title] for step in steps]
+            times = [step * seconds[shape(model_args(heads, kernel))] for step in steps]
             axis.plot(times, [statistics.mean(values) for values in zip(*curves)], label=heads.title)
             axis.fill_between(times, [min(v) for v in zip(*curves)], [max(v) for v in zip(*curves)], alpha=0.15)
         axis.set(title=f'K = {kernel}', xlabel='training time of phase 2, s')

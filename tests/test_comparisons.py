@@ -1,4 +1,4 @@
-"""table1.py, figure2.py and phase2_starts.py on the digits, as a user runs them, with very little training."""
+"""The examples that compare trainings on the digits, as a user runs them, with very little training."""
 import argparse
 import json
 import subprocess
@@ -111,6 +111,25 @@ def test_starts_of_phase2(output):
             assert bool((bias == -1e4).all()) != zero_key
             if sharpness is not None:
                 assert bias.max() == pytest.approx(sharpness / 2, abs=0.5)
+
+
+def test_thin_heads(tmp_path):
+    result = run('thin_heads.py', '--seeds', 1, '--epochs', 1, '--learning-rates', '2e-3', '--output', tmp_path)
+    assert result.returncode == 0, result.stderr
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in result.stdout.splitlines()
+            if line.startswith('|')][2:]
+    assert [[row[0], row[2], row[6]] for row in rows] == [
+        ['as wide as a token', '9 of d', '9 of d'],
+        ['a quarter as wide', '12 of 16', '12 of 16'],
+        ['an eighth as wide', '16 of 8', '20 of 8'],
+        ['an eighth as wide, 6 spare', '22 of 8', '26 of 8'],
+    ]
+    for column in (3, 7):
+        assert len({row[column] for row in rows}) == 1, 'every choice of heads starts where phase 1 ends'
+    assert min(Image.open(tmp_path / 'thin_heads.png').size) > 300
+    models = [result['settings'][0][3] for result in results(tmp_path).values() if result['settings'][4]]
+    assert sorted((args['num_heads'], args['head_dim'] or 64) for args in models) == [
+        (9, 64), (9, 64), (12, 16), (12, 16), (16, 8), (20, 8), (22, 8), (26, 8)]
 
 
 def test_the_best_rate_is_chosen_on_seeds_of_its_own(tmp_path, monkeypatch):

@@ -227,8 +227,9 @@ def small_convolutions(draw):
     kernel = draw(st.tuples(*[st.sampled_from([1, 3]) for _ in range(2)]))
     padding_mode = draw(st.sampled_from(['zeros', 'circular']))
     torch.manual_seed(draw(st.integers(0, 2 ** 16)))
-    chans = draw(st.integers(1, 2))
-    conv = nn.Conv2d(chans, chans, kernel, padding='same', padding_mode=padding_mode, bias=False, dtype=torch.float64)
+    conv = nn.Conv2d(
+        draw(st.integers(1, 2)), draw(st.integers(1, 2)), kernel, padding='same', padding_mode=padding_mode, bias=False,
+        dtype=torch.float64)
     return conv, patch, grid
 
 
@@ -282,6 +283,21 @@ def test_a_kernel_of_low_rank_fits_into_fewer_heads():
     assert squared_error(conv, attn, (1, 1), (4, 4)) <= 1e-24
 
 
+def test_heads_that_an_approximation_has_no_use_for_are_spare():
+    """Fewer output than input channels: at every offset the rank is less than the number of inputs."""
+    torch.manual_seed(0)
+    conv = nn.Conv2d(4, 1, 3, padding=1)
+    assert len(plan_heads(conv, 2, 4, head_dim=4)) == 16
+    attn = conv2d_to_attention(conv, 2, 4, num_heads=12, head_dim=4, approximate=True)
+    assert rewrite_error(conv, (2, 2), (4, 4), num_heads=12, head_dim=4, approximate=True) <= 2e-6
+    query = attn.qkv.weight.view(3, 12, 4, 16)[0]
+    used = attn.proj.weight.view(4, 12, 4).any(dim=2).any(dim=0)
+    assert used.tolist() == [True] * 9 + [False] * 3
+    assert not query[:9].any()
+    assert query[9:].all()
+    assert not attn.rel_pos.zero_key_bias[9:].any()
+
+
 def lower_bound(conv, patch, grid, num_heads):
     """Least squared error of any attention with heads of any width and any pattern, at one patch far from the borders.
 
@@ -328,7 +344,7 @@ def test_theorem_5_fewer_than_k_times_k_pixel_heads_cannot(kernel_size):
 
 
 @pytest.mark.parametrize(('conv', 'kwargs', 'message'), [
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, r'it takes 9 heads of 48\. Or ask for an approximate'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 8}, r'it takes 9 heads of 48, or approximate=True \(--approx'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 9, 'head_dim': 12}, 'it takes 12 heads of 12 or 9 heads of 48'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10, 'head_dim': 12}, 'it takes 12 heads of 12 or 10 heads of 24'),
     (nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect'), {}, "use 'zeros' or 'circular'"),

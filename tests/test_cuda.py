@@ -3,9 +3,11 @@ import pytest
 import timm
 import torch
 from timm.layers import set_fused_attn
+from timm.utils import reparameterize_model
 from torch import nn
 
-from timm_cmhsa import conv2d_to_attention, convert_state_dict, patchify
+from timm_cmhsa import RelPosAttention, conv2d_to_attention, convert_state_dict, patchify
+from timm_cmhsa.token_mixers import FoldedRelPosAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA GPU')
 
@@ -40,12 +42,33 @@ def test_rewrite_is_exact(dtype, head_dim, fused):
     assert error <= TOLERANCE[dtype]
 
 
-@pytest.fixture
-def models(fused):
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32])
+def test_folding_is_the_same_function_with_the_same_gradients(dtype):
+    attn = RelPosAttention(64, 4, num_heads=3, device='cuda', dtype=dtype)
+    for parameter in attn.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    tokens, results = torch.randn(16, 16, 64, device='cuda', dtype=dtype), []
+    for folded in (True, False):
+        if not folded:
+            attn.qkv.register_forward_hook(lambda *_: None)
+        assert attn.folding_pays(tokens) == folded
+        y = attn(tokens)
+        results.append([y, *torch.autograd.grad(y.square().sum(), list(attn.parameters()))])
+    for actual, expected in zip(*results):
+        assert relative_error(actual, expected) <= {torch.float64: 1e-11, torch.float32: 1e-4}[dtype]
+
+
+@pytest.fixture(params=[
+    ('cmhsa_attn', {}, False),
+    ('cmhsa_attn', {}, True),
+    ('cmhsa_attn_16x96', dict(num_heads=16, head_dim=96), False),
+], ids=['wide', 'folded', 'thin'])
+def models(fused, request):
+    name, heads, folded = request.param
     conv_model = timm.create_model('cmhsa_conv_k5', num_classes=10).cuda().eval()
-    attn_model = timm.create_model('cmhsa_attn', num_classes=10).cuda().eval()
-    attn_model.load_state_dict(convert_state_dict(conv_model.state_dict()))
-    return conv_model, attn_model
+    attn_model = timm.create_model(name, num_classes=10).cuda().eval()
+    attn_model.load_state_dict(convert_state_dict(conv_model.state_dict(), **heads))
+    return conv_model, reparameterize_model(attn_model) if folded else attn_model
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
@@ -58,6 +81,8 @@ def test_converted_model_agrees(models, dtype):
 
 def test_amp_training_step(models):
     model = models[1].train()
+    if isinstance(model.blocks[0].attn, FoldedRelPosAttention):
+        pytest.skip('has nothing to train')
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler('cuda')
     start = {name: parameter.clone() for name, parameter in model.named_parameters()}
     x, targets = torch.randn(4, 3, 224, 224, device='cuda'), torch.arange(4, device='cuda')

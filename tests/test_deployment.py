@@ -67,22 +67,24 @@ def test_export(name, x):
 
 
 @all_forms
-def test_export_for_any_number_of_images(name, x):
+@pytest.mark.parametrize('strict', [False, True])
+def test_export_for_any_number_of_images(name, strict, x):
     model, images = create(name), torch.randn(9, 3, 32, 32)
     batch = torch.export.Dim('batch', min=1, max=64)
-    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=False).module()
+    exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=strict).module()
     torch.testing.assert_close(exported(images), model(images))
 
 
 @all_forms
 @pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
-def test_onnx(name, x, tmp_path):
+@pytest.mark.parametrize('dynamic_axes', [None, {'images': {0: 'batch'}}], ids=['two images', 'any number of images'])
+def test_onnx(name, dynamic_axes, x, tmp_path):
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnx')
     model, path = create(name), tmp_path / 'model.onnx'
-    torch.onnx.export(model, (x,), str(path), input_names=['images'], dynamic_axes={'images': {0: 'batch'}})
+    torch.onnx.export(model, (x,), str(path), input_names=['images'], dynamic_axes=dynamic_axes)
     session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
-    images = torch.randn(5, 3, 32, 32)
+    images = torch.randn(5, 3, 32, 32) if dynamic_axes else x
     actual = torch.from_numpy(session.run(None, {'images': images.numpy()})[0])
     torch.testing.assert_close(actual, model(images), atol=1e-4, rtol=1e-4)
 

@@ -153,7 +153,7 @@ def test_set_grid_size_keeps_requires_grad_and_the_zero_key():
     assert attn(torch.randn(1, 16, 12)).shape == (1, 16, 12)
 
 
-def plain_order(attn):
+def unfolded(attn):
     """The same layer, which projects tokens to queries, keys and values: as it must for whoever watches them."""
     attn = copy.deepcopy(attn)
     attn.qkv.register_forward_hook(lambda *_: None)
@@ -163,7 +163,7 @@ def plain_order(attn):
 @given(
     dim=st.integers(1, 12), head_dim=st.integers(1, 20), dim_out=st.integers(1, 12), num_heads=st.integers(1, 4),
     grid=pairs, qkv_bias=st.booleans(), mask=st.booleans(), seed=st.integers(0, 2 ** 16))
-def test_products_first_is_the_same_function_with_the_same_gradients(
+def test_folding_is_the_same_function_with_the_same_gradients(
         dim, head_dim, dim_out, num_heads, grid, qkv_bias, mask, seed):
     torch.manual_seed(seed)
     attn = random_attention(
@@ -172,14 +172,14 @@ def test_products_first_is_the_same_function_with_the_same_gradients(
     tokens = torch.randn(3, grid[0] * grid[1], dim, dtype=torch.float64)
     attn_mask = torch.randn(3, 1, len(tokens[0]), len(tokens[0]), dtype=torch.float64) if mask else None
     weights = torch.randn(3, grid[0] * grid[1], dim_out, dtype=torch.float64)
-    for form in (attn, plain_order(attn)):
-        form.forms_products = lambda x, form=form: not form.qkv._forward_hooks  # whatever is cheaper here
+    for form in (attn, unfolded(attn)):
+        form.folding_pays = lambda x, form=form: not form.qkv._forward_hooks  # whatever is cheaper here
         x = tokens.clone().requires_grad_()
         y = form(x, attn_mask=attn_mask)
         gradients = torch.autograd.grad((y * weights).sum(), [x, *form.parameters()])
         results.append([y, *gradients])
-    for products_first, plain in zip(*results):
-        torch.testing.assert_close(products_first, plain, atol=1e-11, rtol=1e-10)
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=1e-11, rtol=1e-10)
 
 
 def operations(attn, tokens):
@@ -192,38 +192,67 @@ def operations(attn, tokens):
     (1, 64, 64, False), (16, 64, 64, True), (16, 64, 96, True), (1, 64, 640, False), (64, 64, 16, False),
     (16, 48, 40, True),
 ])
-def test_the_order_of_products_follows_the_shapes(num_images, dim, head_dim, expected):
+def test_folding_follows_the_shapes(num_images, dim, head_dim, expected):
     attn, tokens = random_attention(dim, 4, num_heads=2, head_dim=head_dim), torch.randn(num_images, 16, dim)
-    assert attn.forms_products(tokens) == expected
-    assert operations(attn, tokens) <= operations(plain_order(attn), tokens)
-    other_order = copy.deepcopy(attn)
-    other_order.forms_products = lambda x: not expected
-    assert operations(other_order, tokens) > operations(attn, tokens)
+    assert attn.folding_pays(tokens) == expected
+    other = copy.deepcopy(attn)
+    other.folding_pays = lambda x: not expected
+    assert operations(other, tokens) > operations(attn, tokens)
 
 
-def test_who_watches_a_projection_sees_it():
-    tokens, seen = torch.randn(64, 6, 12), []
-    for name in ('qkv', 'proj'):
-        attn = random_attention(head_dim=24)
-        assert attn.forms_products(tokens)
-        getattr(attn, name).register_forward_hook(lambda module, *_: seen.append(module.out_features))
-        attn(tokens)
-    assert seen == [9 * 24 * 3, 12]
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
 
 
-def test_a_layer_in_place_of_a_projection_is_called():
-    """As fine-tuning of low-rank updates puts it there."""
-    class Doubled(nn.Linear):
-        def forward(self, x):
-            return 2 * super().forward(x)
+def double(linear):
+    """Another layer in a projection's place, as fine-tuning of low-rank updates puts it there."""
+    doubled = Doubled(linear.in_features, linear.out_features, dtype=linear.weight.dtype)
+    doubled.load_state_dict(linear.state_dict())
+    return doubled
 
-    dtype = torch.float64
-    attn, tokens = random_attention(head_dim=24, dtype=dtype), torch.randn(64, 6, 12, dtype=dtype)
-    linear, attn.proj = attn.proj, Doubled(9 * 24, 12, dtype=dtype)
-    attn.proj.load_state_dict(linear.state_dict())
-    doubled = attn(tokens)
-    attn.proj = linear
-    torch.testing.assert_close(doubled, 2 * attn(tokens))
+
+def call(linear, method, seen):
+    getattr(linear, method)(lambda *_: seen.append(linear.out_features))
+
+
+def wrap_forward(linear, seen):
+    """As Hugging Face's accelerate does."""
+    forward = linear.forward
+    linear.forward = lambda x: [seen.append(linear.out_features), forward(x)][1]
+
+
+WATCH = {
+    'forward hook': lambda linear, seen: call(linear, 'register_forward_hook', seen),
+    'forward pre-hook': lambda linear, seen: call(linear, 'register_forward_pre_hook', seen),
+    'backward hook': lambda linear, seen: call(linear, 'register_full_backward_hook', seen),
+    'backward pre-hook': lambda linear, seen: call(linear, 'register_full_backward_pre_hook', seen),
+    'forward': wrap_forward,
+}
+
+
+@pytest.mark.parametrize('how', WATCH)
+@pytest.mark.parametrize('name', ['qkv', 'proj'])
+def test_who_watches_a_projection_sees_it(how, name):
+    attn, tokens, seen = random_attention(head_dim=24), torch.randn(64, 6, 12, requires_grad=True), []
+    assert attn.folding_pays(tokens)
+    WATCH[how](getattr(attn, name), seen)
+    attn(tokens).sum().backward()
+    assert seen == [getattr(attn, name).out_features]
+    assert attn.fuse() is attn
+
+
+@pytest.mark.parametrize('name', ['qkv', 'proj'])
+def test_a_layer_in_place_of_a_projection_is_called(name):
+    attn, tokens = random_attention(head_dim=24, dtype=torch.float64), torch.randn(64, 6, 12, dtype=torch.float64)
+    plain = attn(tokens)
+    expected = unfolded(attn)
+    getattr(expected, name).weight.data.mul_(2)
+    getattr(expected, name).bias.data.mul_(2)
+    setattr(attn, name, double(getattr(attn, name)))
+    assert attn.fuse() is attn
+    torch.testing.assert_close(attn(tokens), expected(tokens))
+    assert not torch.allclose(attn(tokens), plain)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
@@ -243,8 +272,22 @@ def test_folded_attention_is_the_same_function(dtype, fused, qkv_bias):
         assert (actual - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.abs().max()
     assert sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in attn.parameters())
     assert not any(p.requires_grad for p in folded.parameters())
+    assert (folded.num_heads, folded.grid_size) == (9, (2, 3))
+    assert all(p.requires_grad for p in attn.parameters()), 'the original stays as it was'
+    folded.set_grid_size((4, 4))
+    assert attn.grid_size == (2, 3)
 
 
-def test_thin_heads_have_nothing_to_fold():
-    attn = random_attention(head_dim=3)
+def test_folded_weights_of_half_precision_are_rounded_once():
+    attn = random_attention(12, (2, 3), head_dim=20, dtype=torch.bfloat16)
+    double = copy.deepcopy(attn).double().fuse()
+    for name, tensor in attn.fuse().state_dict().items():
+        exact = double.state_dict()[name]
+        assert (tensor - exact).abs().max() <= torch.finfo(torch.bfloat16).eps / 2 * exact.abs().max(), name
+
+
+@pytest.mark.parametrize(('head_dim', 'grid_size'), [(3, 2), (8, 2), (11, 20)])
+def test_what_would_take_longer_is_not_folded(head_dim, grid_size):
+    """Thin heads; and heads that are a little thinner than tokens, where attention itself costs most."""
+    attn = random_attention(12, grid_size, head_dim=head_dim)
     assert attn.fuse() is attn

@@ -114,6 +114,9 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
     best = validate(digits, ATTN, tmp_path / 'phase2' / 'model_best.pth.tar')
     assert best['top1'] == pytest.approx(max(float(row['eval_top1']) for row in summary), abs=1e-3)
     assert best['top1'] > before['top1']
+    folded = validate(digits, ATTN, tmp_path / 'phase2' / 'model_best.pth.tar', '--reparam')
+    assert {key: folded[key] for key in accuracies} == {key: best[key] for key in accuracies}
+    assert folded['param_count'] < best['param_count']
 
 
 @pytest.mark.parametrize('model', [CONV, ATTN])
@@ -238,10 +241,12 @@ def test_benchmark(tmp_path):
     assert 'train_samples_per_sec' in stdout
 
 
-def test_onnx_export(phase1, tmp_path):
+@pytest.mark.parametrize('extra', [[], ['--reparam']])
+def test_onnx_export(phase1, extra, tmp_path):
     convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2')
     run('-m', 'timm_cmhsa', CLONE / 'onnx_export.py', tmp_path / 'out.onnx', '--model',
-        f"local-dir:{tmp_path / 'phase2'}", '--num-classes', 10, '--img-size', 16, '--dynamo', '--check-forward')
+        f"local-dir:{tmp_path / 'phase2'}", '--num-classes', 10, '--img-size', 16, '--dynamo', '--check-forward',
+        *extra)
     assert (tmp_path / 'out.onnx').stat().st_size > 0
 
 

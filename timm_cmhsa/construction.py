@@ -59,8 +59,8 @@ def conv2d_to_attention(
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Thinner heads share an offset.
         sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all else; by default
             `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness.
-        approximate: Where the heads are too few or too thin, take the rewrite with the least squared error that they
-            allow, see `best_factors`, instead of raising an error.
+        approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
+            whose heads look at one offset each, see `best_factors`, instead of raising an error.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -71,12 +71,15 @@ def conv2d_to_attention(
     """
     heads = plan_heads(conv, patch_size, grid_size, None if approximate else num_heads, head_dim)
     num_heads = max(len(heads), 1) if num_heads is None else num_heads
-    num_used = min(len(heads), num_heads)
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     if sharpness is None:
         sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
+    if len(heads) <= num_heads:
+        factors = exact_factors(conv, heads)
+    else:
+        factors = best_factors(conv, heads, num_heads, head_dim or dim, grid_size)
 
     dim_out = out_pixels * conv.out_channels
     with torch.device('meta'):  # PyTorch's default start would take as long as all the rest
@@ -86,14 +89,12 @@ def conv2d_to_attention(
     output = attn.proj.weight.view(dim_out, num_heads, -1)
     table = attn.rel_pos.relative_position_bias_table.view(2 * grid_h - 1, 2 * grid_w - 1, num_heads)
 
-    query[:num_used] = 0
     output.zero_()
-    table[..., :num_used] = 0
-    attn.rel_pos.zero_key_bias[:num_used] = sharpness / 2
-    exact = num_used == len(heads)
-    factors = exact_factors(conv, heads) if exact else best_factors(conv, heads, num_heads, attn.head_dim, grid_size)
     for i, head in enumerate(factors):
         width = len(head.value)
+        query[i] = 0
+        table[..., i] = 0
+        attn.rel_pos.zero_key_bias[i] = sharpness / 2
         value[i, :width] = head.value.to(value.dtype)
         output[:, i, :width] = head.output.T.to(output.dtype)
         for row in _table_indices(head.offset[0], grid_h, conv.padding_mode):
@@ -143,12 +144,12 @@ def plan_heads(
         remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
         raise ValueError(
             f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
-            f'{" or ".join(remedies)}. Or ask for an approximate rewrite.')
+            f'{" or ".join(remedies)}, or approximate=True (--approximate) for the best that these can.')
     return heads
 
 
 def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:
-    """Values that pick every head's inputs, and the weights by which the kernel reads these."""
+    """Values that pick every head's inputs, and the weights by which the kernel reads these: one for each head."""
     kernel = _dense_kernel(conv)
     block, block_offset = kernel, None
     for head in heads:
@@ -177,10 +178,13 @@ def best_factors(
         num_heads: Number of heads that there are.
         head_dim: Width of a head.
         grid_size: Patches per image side.
+
+    Returns:
+        At most `num_heads` of them, those that save most first.
     """
     kernel, (grid_h, grid_w) = _dense_kernel(conv), to_2tuple(grid_size)
     choices = []
-    for head in {head.offset: head for head in heads}.values():
+    for head in {head.offset: head for head in heads}.values():  # one for each offset: its inputs do not matter
         (row, col), zeros = head.offset, conv.padding_mode == 'zeros'
         num_patches = (grid_h - abs(row)) * (grid_w - abs(col)) if zeros else grid_h * grid_w
         block = _offset_block(kernel, head.row_tap, head.col_tap)

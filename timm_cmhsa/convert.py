@@ -74,7 +74,8 @@ class ConversionReport(NamedTuple):
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
                 'Sharpness': f'{self.sharpness:.3g}',
                 'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
-                'Error of the logits': f'{self.logits_error:.1e} of the largest logit',
+                'Error of the logits': f'{self.logits_error:.1e} of the largest logit, {self.logits_rms_error:.1e} of '
+                                       'their root mean square',
                 'Top-1 agreement': f'{self.top1_agreement:.2%} on {self.num_random_images} random and '
                                    f'{self.num_real_images} real images',
             },
@@ -119,7 +120,8 @@ def convert_state_dict(
         img_size: Input image size, pixels; by default that of the registered model with tokens of this shape.
         patch_size: Pixels per patch side; by default the patches are square.
         in_chans: Number of image channels; by default as many as a token carries, at most 3.
-        num_heads: Number of heads; by default 9, or as many as needed if these are more or `head_dim` is given.
+        num_heads: Number of heads; by default 9, or as many as needed if `head_dim` is given or these are more (9 all
+            the same where `approximate`).
         head_dim: Width of a head; by default that of a token.
         sharpness, approximate: See `conv2d_to_attention`.
 
@@ -139,9 +141,11 @@ def convert_state_dict(
 def _rewrite(
         state_dict: Dict[str, torch.Tensor],
         args: Dict[str, Any],
-        *heads: Any,
+        num_heads: int,
+        head_dim: int,
+        sharpness: Optional[float],
+        approximate: bool,
 ) -> Dict[str, torch.Tensor]:
-    """Rewrite every convolution, with the last arguments of `conv2d_to_attention`."""
     converted = {}
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
@@ -156,7 +160,8 @@ def _rewrite(
             elif name.endswith('.weight'):
                 prefix = name.removesuffix('conv.weight')
                 conv = load_conv(tensor, state_dict[prefix + 'conv.bias'])
-                attn = conv2d_to_attention(conv, args['patch_size'], grid_size(args), *heads)
+                attn = conv2d_to_attention(
+                    conv, args['patch_size'], grid_size(args), num_heads, head_dim, sharpness, approximate)
                 converted.update({prefix + key: value for key, value in attn.state_dict().items()})
     return converted
 
@@ -221,8 +226,8 @@ def convert_checkpoint(
         patch_size: Pixels per patch side, where the checkpoint does not tell and the patches are not square.
         in_chans: Number of image channels, where the checkpoint does not tell; by default as many as a token carries,
             at most 3.
-        num_heads: Number of heads; by default the model's, or as many as needed if these are more or `head_dim` is
-            given.
+        num_heads: Number of heads; by default the model's, or as many as needed if `head_dim` is given or these are
+            more (the model's all the same where `approximate`).
         head_dim: Width of a head; by default the model's: that of a token, if it is no model of thin heads.
         sharpness, approximate: See `conv2d_to_attention`.
         num_classes: Refuse a checkpoint with another number of classes.
@@ -257,8 +262,8 @@ def convert_checkpoint(
     if sharpness is None:
         sharpness = exact_sharpness(math.prod(grid_size(args)), compute_dtype)
     approximate = approximate and _heads_needed(args, None, attn_args['head_dim']) > attn_args['num_heads']
-    heads = attn_args['num_heads'], attn_args['head_dim'], sharpness, approximate
-    converted = _rewrite(state_dict, args, *heads)
+    converted = _rewrite(
+        state_dict, args, attn_args['num_heads'], attn_args['head_dim'], sharpness, approximate)
     conv_model = CmhsaConv(**args, dtype=compute_dtype).eval()
     conv_model.load_state_dict(state_dict)
     attn_model = timm.create_model(

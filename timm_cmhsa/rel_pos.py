@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import RelPosBias
 from torch import nn
 
-MAX_KEPT_ENTRIES = 2 ** 24  # 64 MB in float32; beyond, memory is worth more than the time to gather a bias again
+MAX_CACHED_ENTRIES = 2 ** 24  # of a layer: 64 MB in float32; beyond, memory is worth more than the time to gather
 
 
 class ZeroKeyRelPosBias(RelPosBias):
@@ -20,11 +20,12 @@ class ZeroKeyRelPosBias(RelPosBias):
     bias_shape: Tuple[int, int, int]
     relative_position_bias_table: nn.Parameter
     relative_position_index: torch.Tensor
+    __jit_ignored_attributes__ = ('_cached',)
 
     def __init__(self, window_size: Tuple[int, int], num_heads: int, device: Any = None, dtype: Any = None) -> None:
         super().__init__(window_size, num_heads, device=device, dtype=dtype)
         self.zero_key_bias = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype))
-        self._kept: Optional[KeptBias] = None
+        self._cached: Optional[CachedBias] = None
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -43,10 +44,11 @@ class ZeroKeyRelPosBias(RelPosBias):
             table, requires_grad=self.relative_position_bias_table.requires_grad)
         self.relative_position_index = self.relative_position_index.new_empty(self.window_area ** 2)
         self._init_buffers()
+        self._cached = None
 
     def get_bias(self) -> torch.Tensor:
         """Bias of every query and key, the zero key last: shape (1, num_heads, N, N + 1), stored query by query."""
-        return self.gather_bias() if torch.jit.is_scripting() else self.kept_bias()
+        return self.gather_bias() if torch.jit.is_scripting() else self.cached_bias()
 
     def gather_bias(self) -> torch.Tensor:
         bias = self.relative_position_bias_table[self.relative_position_index].view(self.bias_shape)
@@ -54,36 +56,32 @@ class ZeroKeyRelPosBias(RelPosBias):
         return torch.cat([bias, zero_key_bias], dim=1).transpose(1, 2).contiguous().transpose(0, 1).unsqueeze(0)
 
     @torch.jit.unused
-    def kept_bias(self) -> torch.Tensor:
-        """The bias, which in eval mode without gradients is gathered once and kept until a parameter has changed.
+    def cached_bias(self) -> torch.Tensor:
+        """The bias, which in eval mode without gradients, on a CPU, is gathered anew only from other values.
 
-        PyTorch counts all changes of a parameter but those through `.data`: these are seen at the next `eval()`.
+        Values are compared, since PyTorch's counts of changes miss some (`.data`, averages of weights). To ask a GPU
+        whether two tensors are equal would take longer than to let it gather.
         """
         parameters = self.relative_position_bias_table, self.zero_key_bias
-        if self.training or torch.is_grad_enabled() or not self._can_keep(parameters):
+        if self.training or torch.is_grad_enabled() or not self._can_cache(parameters):
             return self.gather_bias()
-        versions = [(parameter.data_ptr(), parameter._version) for parameter in parameters]
-        if self._kept is None or self._kept.versions != versions:
-            self._kept = KeptBias([parameter.detach() for parameter in parameters], versions, self.gather_bias())
-        return self._kept.bias
+        if self._cached is None or not all(
+                a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(self._cached.parameters, parameters)):
+            self._cached = CachedBias([parameter.detach().clone() for parameter in parameters], self.gather_bias())
+        return self._cached.bias
 
-    def _can_keep(self, parameters: Tuple[nn.Parameter, ...]) -> bool:
-        if torch.compiler.is_compiling() or torch.jit.is_tracing() or math.prod(self.bias_shape) > MAX_KEPT_ENTRIES:
+    def _can_cache(self, parameters: Tuple[nn.Parameter, ...]) -> bool:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or math.prod(self.bias_shape) > MAX_CACHED_ENTRIES:
             return False
-        return all(type(p) is nn.Parameter and not p.is_inference() for p in parameters)  # not traced, sharded, ...
-
-    def train(self, mode: bool = True) -> 'ZeroKeyRelPosBias':
-        self._kept = None
-        return super().train(mode)
+        return all(type(p) is nn.Parameter and p.device.type == 'cpu' for p in parameters)  # not traced, sharded, ...
 
     def __getstate__(self) -> Dict[str, Any]:
-        return {**self.__dict__, '_kept': None}
+        return {**self.__dict__, '_cached': None}
 
 
-class KeptBias(NamedTuple):
-    """A bias, and what it was gathered from."""
-    tensors: List[torch.Tensor]  # held, so that no other tensor gets their address
-    versions: List[Tuple[int, int]]  # addresses, and counts of changes
+class CachedBias(NamedTuple):
+    """A bias, and copies of what it was gathered from."""
+    parameters: List[torch.Tensor]
     bias: torch.Tensor
 
 

@@ -3,6 +3,7 @@
 A token is a flattened image patch, so a mixer can see the tokens as the image they were cut from. `PatchConv2d`
 convolves that image (phase 1), `RelPosAttention` attends over the tokens (phase 2): tokens in, tokens out.
 """
+import copy
 import math
 from typing import Final, Optional, Tuple, Union
 
@@ -11,11 +12,12 @@ import torch.nn.functional as F
 from timm.layers import Attention, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .rel_pos import ZeroKeyRelPosBias
 
 Size2d = Union[int, Tuple[int, int]]
-PAD = 8  # coordinates beside a token's own, of which one is needed: tensor cores want multiples of 8
+KEY_PADDING = 8  # see `RelPosAttention.fold`: one dimension is needed, and 8 keep a multiple of 8 one
 
 
 # Functions that branch on what fx tracing sees as a proxy stay leaves of its graph.
@@ -194,8 +196,8 @@ class RelPosAttention(Attention):
     `nn.MultiheadAttention` calls `add_zero_attn`): a head can attend to nothing, as it must where its offset points
     outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
 
-    Of wide heads the products of their projections are formed first where that is cheaper: the same function of the
-    same parameters. `fuse` forms them once and for all, for inference.
+    Wide heads fold the products of their projections first where that is cheaper: the same function of the same
+    parameters. `fuse` folds them once and for all, for inference.
     """
 
     def __init__(
@@ -262,10 +264,10 @@ class RelPosAttention(Attention):
             is_causal: bool = False,
     ) -> torch.Tensor:
         attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
-        if not torch.jit.is_scripting() and self.forms_products(x):
-            query_weight, query_bias, out_weight = self.products()
+        if not torch.jit.is_scripting() and self.folding_pays(x):
+            query_weight, query_bias, out_weight = self.fold()
             dropout_p = self.attn_drop.p if self.training else 0.
-            x = attend_to_tokens(x, query_weight, query_bias, attn_bias, self.scale, dropout_p)
+            x = attend_to_tokens(F.linear(x, query_weight, query_bias), x, attn_bias, self.scale, dropout_p)
             x = F.linear(x, out_weight, self.proj.bias)
         else:
             x = self.proj(self.attend(x, attn_bias))
@@ -290,22 +292,24 @@ class RelPosAttention(Attention):
             x = attn @ v
         return x.transpose(1, 2).reshape(B, N, self.attn_dim)
 
-    def products(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Products of every head's projections, by which tokens themselves are its keys and values.
+    def fold(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Fold every head's query with its key projection, and its value with its output projection.
 
-        With a token x and a constant one as its last coordinates, x1 = (x, 1), the score of query i and key j is
-        x1_i [W_q b_q] [W_k b_k]^T x1_j^T, and the output of a head is A x1 [W_v b_v] W_o. The zero key is x1 = 0.
+        Tokens themselves are then the keys and values of all heads. They carry the biases in one more dimension, a
+        constant one: with x1 = (x, 1), the score of query i and key j is x1_i [W_q b_q]^T [W_k b_k] x1_j^T, and a head
+        adds A x1 [W_v b_v]^T W_o^T to the output. The zero key is x1 = 0.
 
         Returns:
-            Weight (num_heads * (dim + PAD), dim) and bias (num_heads * (dim + PAD)) that make queries of tokens, and
-            weight (dim_out, num_heads * (dim + PAD)) that makes the output of what heads attend to.
+            Weight (num_heads * (dim + KEY_PADDING), dim) and bias (num_heads * (dim + KEY_PADDING)) that make queries
+            of tokens, and weight (dim_out, num_heads * (dim + KEY_PADDING)) that makes the output of what heads attend
+            to. Dimensions beyond dim + 1 are zero in all of them.
         """
         weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, -1)
         if self.qkv.bias is None:
             bias = weight.new_zeros(3, self.num_heads, self.head_dim)
         else:
             bias = self.qkv.bias.view(3, self.num_heads, self.head_dim)
-        key_value = F.pad(torch.cat([weight[1:], bias[1:].unsqueeze(-1)], dim=-1), [0, PAD - 1])
+        key_value = F.pad(torch.cat([weight[1:], bias[1:].unsqueeze(-1)], dim=-1), [0, KEY_PADDING - 1])
         key, value = key_value.unbind(0)
         query_weight = key.transpose(-2, -1) @ weight[0]
         query_bias = key.transpose(-2, -1) @ bias[0].unsqueeze(-1)
@@ -313,35 +317,52 @@ class RelPosAttention(Attention):
         return query_weight.flatten(0, 1), query_bias.flatten(), out_weight.transpose(0, 1).flatten(1)
 
     @torch.jit.unused
-    def forms_products(self, x: torch.Tensor) -> bool:
-        """Whether forming the products first takes fewer multiplications for tokens of this shape.
+    def folding_pays(self, x: torch.Tensor) -> bool:
+        """Whether it takes fewer multiplications to fold first, for tokens x of this shape, (B, N, dim).
 
-        Not where the plain order is what one wants to see: unfused, for the attention maps; with hooks on a
-        projection, or another layer in its place; traced, for any number of images.
+        False where the projections have to be called: attention that is not fused is for looking at its maps, hooks
+        are for looking at what they are hooked to, and another layer in a projection's place does something else.
+        False as well for a number of images that is left open (torch.export, fx, TorchScript), and for ONNX.
         """
         num_images, num_patches = x.shape[:2]
-        if not self.fused_attn or not isinstance(num_images, int) or not _is_plain(self.qkv, self.proj):
+        if not self.fused_attn or is_onnx_export() or not (_is_plain(self.qkv) and _is_plain(self.proj)):
+            return False
+        if not isinstance(num_images, int):
             return False
         num_tokens, dim, dim_out = num_images * num_patches, self.qkv.in_features, self.proj.out_features
-        plain = num_tokens * self.head_dim * (3 * dim + dim_out + 2 * num_patches)
-        products = self.head_dim * (dim + PAD) * (dim + dim_out)
-        return products + num_tokens * (dim + PAD) * (dim + dim_out + 2 * num_patches) < plain
+        unfolded, folded = self._multiplications(num_patches)
+        fewer = self.head_dim * (dim + KEY_PADDING) * (dim + dim_out) + num_tokens * folded < num_tokens * unfolded
+        return statically_known_true(fewer) if torch.compiler.is_compiling() else fewer
+
+    def _multiplications(self, num_patches: int) -> Tuple[int, int]:
+        """Of a token and head, without and with folded products."""
+        dim, dim_out = self.qkv.in_features, self.proj.out_features
+        unfolded = self.head_dim * (3 * dim + dim_out + 2 * num_patches)
+        return unfolded, (dim + KEY_PADDING) * (dim + dim_out + 2 * num_patches)
 
     def fuse(self) -> nn.Module:
-        """This layer for inference, for `timm.utils.reparameterize_model`: itself if that would not be smaller."""
-        dim, dim_out = self.qkv.in_features, self.proj.out_features
-        smaller = (dim + PAD) * (dim + dim_out) < self.head_dim * (3 * dim + dim_out)
-        return FoldedRelPosAttention(self) if smaller else self
+        """Make the form for inference, as `timm.utils.reparameterize_model` asks for it.
+
+        Returns:
+            A new layer, or this one where it has fewer multiplications at its grid size, as with thin heads, or
+            another layer in the place of a projection.
+        """
+        unfolded, folded = self._multiplications(math.prod(self.grid_size))
+        pays = folded < unfolded and _is_plain(self.qkv) and _is_plain(self.proj)
+        return FoldedRelPosAttention(self) if pays else self
 
 
-def _is_plain(*linears: nn.Module) -> bool:
-    return all(type(m) is nn.Linear and not m._forward_hooks and not m._forward_pre_hooks for m in linears)
+def _is_plain(linear: nn.Module) -> bool:
+    """Whether calling it does nothing but multiply by its weight: no hooks, no wrapper, no quantized weight."""
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    return (
+        type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, torch.Tensor)
+        and 'forward' not in linear.__dict__ and not any(hooks))
 
 
 def attend_to_tokens(
+        q: torch.Tensor,
         x: torch.Tensor,
-        query_weight: torch.Tensor,
-        query_bias: torch.Tensor,
         attn_bias: torch.Tensor,
         scale: float,
         dropout_p: float = 0.,
@@ -350,20 +371,21 @@ def attend_to_tokens(
     """Attend with the tokens themselves as keys and values: heads are then but more queries of one head.
 
     Args:
+        q: Queries of shape (B, N, num_heads * (dim + KEY_PADDING)), see `RelPosAttention.fold`.
         x: Tokens of shape (B, N, dim).
-        query_weight, query_bias: See `RelPosAttention.products`.
         attn_bias: Shape (1 or B, num_heads, N, N + 1), the zero key last.
         scale: Factor of the scores before the bias.
         dropout_p: Dropout rate of the attention weights.
         fused: Use PyTorch's fused attention.
 
     Returns:
-        What the heads attend to, shape (B, N, num_heads * (dim + PAD)).
+        What the heads attend to, of the same shape as the queries.
     """
     B, N, dim = x.shape
-    key_dim = query_weight.shape[0] // attn_bias.shape[1]
+    key_dim = q.shape[-1] // attn_bias.shape[1]
+    # ones in all further dimensions, since all but the first meet zeros
     keys = F.pad(F.pad(x, [0, key_dim - dim], value=1.), [0, 0, 0, 1]).unsqueeze(1)
-    q = F.linear(x, query_weight, query_bias).reshape(B, 1, -1, key_dim)
+    q = q.reshape(B, 1, -1, key_dim)
     attn_bias = attn_bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
     if fused:
         x = F.scaled_dot_product_attention(q, keys, keys, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
@@ -374,18 +396,24 @@ def attend_to_tokens(
 
 
 class FoldedRelPosAttention(nn.Module):
-    """`RelPosAttention` of wide heads for inference: the same function by the products of its projections alone."""
+    """`RelPosAttention` of wide heads for inference: the same function, its projections folded, nothing trainable."""
     fused_attn: Final[bool]
 
     @torch.no_grad()
     def __init__(self, attn: RelPosAttention) -> None:
         super().__init__()
-        query_weight, query_bias, out_weight = attn.products()
-        self.fused_attn = attn.fused_attn
+        dtype = attn.qkv.weight.dtype
+        attn = copy.deepcopy(attn).to(torch.promote_types(dtype, torch.float32))
+        query_weight, query_bias, out_weight = attn.fold()
+        self.num_heads, self.fused_attn = attn.num_heads, attn.fused_attn
         self.query = _linear(query_weight * attn.scale, query_bias * attn.scale)
         self.rel_pos = attn.rel_pos
         self.proj = _linear(out_weight, attn.proj.bias)
-        self.requires_grad_(False)
+        self.to(dtype).requires_grad_(False)
+
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        return self.rel_pos.window_size
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         self.rel_pos.set_window_size(grid_size)
@@ -398,8 +426,7 @@ class FoldedRelPosAttention(nn.Module):
     ) -> torch.Tensor:
         attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         fused = self.fused_attn and not is_onnx_export()
-        x = attend_to_tokens(x, self.query.weight, self.query.bias, attn_bias, scale=1., fused=fused)
-        return self.proj(x)
+        return self.proj(attend_to_tokens(self.query(x), x, attn_bias, scale=1., fused=fused))
 
 
 def _linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:

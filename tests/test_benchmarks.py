@@ -1,0 +1,81 @@
+"""The benchmarks as a user runs them, on the smallest models and batches."""
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+MODELS = 'resnet50', 'cmhsa_conv_k3', 'cmhsa_attn, unfolded', 'cmhsa_attn', 'cmhsa_attn, folded'
+
+pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='peak memory is read from Linux')
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs a benchmark in a copy of the folder, where it may write."""
+    for folder in ('benchmarks', 'examples'):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns('speed', '__pycache__'))
+
+    def run(script, *arguments):
+        command = [sys.executable, '-W', 'ignore', tmp_path / 'benchmarks' / script, '--device', 'cpu', *arguments]
+        return subprocess.run(command, capture_output=True, text=True)
+    return run
+
+
+def test_speed(run, tmp_path):
+    options = '--batch-size', '1', '--steps', '1', '--rounds', '1'
+    folder = tmp_path / 'benchmarks'
+    results, document = folder / 'speed' / 'cpu-float32-batch1.json', folder / 'RESULTS.md'
+    text = document.read_text().partition('<!-- speed')[0]
+    first = run('speed.py', *options, '--models', *MODELS[:2])
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count('round 1, ') == 4
+    again = run('speed.py', *options, '--models', *MODELS)
+    assert again.stdout.count('round 1, ') == 5, 'goes on from what is there'
+
+    measured = json.loads(results.read_text())['measured']
+    assert set(measured) == set(MODELS)
+    for phases in measured.values():
+        for rounds in phases.values():
+            assert len(rounds) == 1
+            assert rounds[0]['seconds'][0] > 0
+    assert measured['resnet50']['inference'][0]['operations'] == pytest.approx(8.2e9, rel=0.02)  # 4.1 GMACs
+    wide, unfolded, folded = (measured[f'cmhsa_attn{form}'] for form in ('', ', unfolded', ', folded'))
+    assert set(folded) == {'inference'}
+    operations = [form['inference'][0]['operations'] for form in (unfolded, folded)]
+    assert operations[0] == pytest.approx(1.57 * operations[1], rel=0.02)
+    assert unfolded['training'][0]['operations'] == pytest.approx(3 * operations[0], rel=0.02)
+    peaks = {form['inference'][0]['peak_bytes'] for form in (wide, folded)}
+    assert min(peaks) == folded['inference'][0]['peak_bytes'] > 4 * 94e6  # its parameters
+    written = document.read_text()
+    assert written.startswith(text)
+    assert again.stdout[again.stdout.index('`python benchmarks/speed.py'):].strip() in written
+    assert written.count('| cmhsa_conv_k3 |') == 2
+
+    content = json.loads(results.read_text())
+    content['about']['torch'] = '1.0'
+    results.write_text(json.dumps(content))
+    other = run('speed.py', *options)
+    assert other.returncode == 1
+    assert 'other versions or other options: move it away first' in other.stderr
+
+
+def test_resolution(run):
+    result = run('resolution.py', '--grids', '2', '3', '--repeats', '1')
+    assert result.returncode == 0, result.stderr
+    rows = [line for line in result.stdout.splitlines() if ' x ' in line]
+    assert len(rows) == 8
+    assert rows[0].count('1.00x') == 4
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    (['--models', 'resnet51'], '--models: resnet51 is none of deit_base'),
+    (['--rounds', '0'], 'must be positive'),
+])
+def test_bad_options(run, arguments, message):
+    result = run('speed.py', *arguments)
+    assert result.returncode == 2
+    assert message in result.stderr
