@@ -5,7 +5,8 @@ from .construction import conv2d_to_attention
 from .convert import ConversionReport, VerificationError, convert_checkpoint, convert_state_dict
 from .hub import push_to_hub, save_for_hub
 from .hub_errors import HubError
-from .token_mixers import PatchConv2d, RelPosAttention, patchify, unpatchify
+from .patches import patchify, unpatchify
+from .token_mixers import PatchConv2d, RelPosAttention
 from .version import __version__
 
 __all__ = [

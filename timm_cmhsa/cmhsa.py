@@ -16,8 +16,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from .patches import PatchReshape, Size2d, unpatchify
 from .rel_pos import resize_bias_table
-from .token_mixers import PatchConv2d, PatchReshape, RelPosAttention, Size2d, unpatchify
+from .token_mixers import PatchConv2d, RelPosAttention
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 

@@ -5,14 +5,15 @@ to the patch at its offset and nowhere else, its values pick the pixels that mat
 applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
 """
 import math
-from typing import Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import nn
 
-from .token_mixers import RelPosAttention, Size2d
+from .patches import Size2d
+from .token_mixers import RelPosAttention
 
 
 class Head(NamedTuple):
@@ -76,9 +77,8 @@ def conv2d_to_attention(
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     if sharpness is None:
         sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
-    if len(heads) <= num_heads:
-        factors = exact_factors(conv, heads)
-    else:
+    factors: Iterable[Factors] = exact_factors(conv, heads)
+    if len(heads) > num_heads:
         factors = best_factors(conv, heads, num_heads, head_dim or dim, grid_size)
 
     dim_out = out_pixels * conv.out_channels

@@ -16,6 +16,7 @@ from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import conv2d_to_attention, exact_sharpness, plan_heads
 from .hub import PREFIXES, download
 from .model_card import training_details
+from .patches import Size2d
 from .phase1 import (
     DTYPES,
     KNOWN_ARGS,
@@ -26,7 +27,6 @@ from .phase1 import (
     load_conv,
     matching_model,
 )
-from .token_mixers import Size2d
 from .verify import LayerReport, load_images, verify
 from .version import __version__
 
