@@ -2,7 +2,7 @@
 
 The task of two_phase.py (digits at a random place on a canvas, 400 training images), kernels 3 and 5, 5 seeds. Every
 choice of heads starts from the same phase-1 models, converted exactly, and has its own best learning rate by the
-validation images of one more seed; the test images choose nothing. About half an hour on 2 cores.
+validation images of one more seed; the test images choose nothing. About 45 minutes on 2 cores.
 
 The output folder gets the table and the plot. What was stopped goes on where it stopped.
 """

@@ -47,13 +47,14 @@ class ZeroKeyRelPosBias(RelPosBias):
         self._cached = None
 
     def get_bias(self) -> torch.Tensor:
-        """Bias of every query and key, the zero key last: shape (1, num_heads, N, N + 1), stored query by query."""
+        """Bias of every query and key, the zero key last: shape (1, num_heads, N, N + 1)."""
         return self.gather_bias() if torch.jit.is_scripting() else self.cached_bias()
 
     def gather_bias(self) -> torch.Tensor:
-        bias = self.relative_position_bias_table[self.relative_position_index].view(self.bias_shape)
-        zero_key_bias = self.zero_key_bias.expand(bias.shape[0], 1, -1)
-        return torch.cat([bias, zero_key_bias], dim=1).transpose(1, 2).contiguous().transpose(0, 1).unsqueeze(0)
+        # by rows of one head each: several times as fast as by offsets, backward above all
+        table = torch.cat([self.zero_key_bias.unsqueeze(0), self.relative_position_bias_table]).t()
+        index = F.pad(self.relative_position_index.view(-1, self.window_area) + 1, [0, 1])
+        return table.index_select(1, index.flatten()).view(1, table.shape[0], -1, self.window_area + 1)
 
     @torch.jit.unused
     def cached_bias(self) -> torch.Tensor:
