@@ -48,7 +48,7 @@ def main() -> None:
         for layer in LAYERS:
             cells = []
             for phase in ('training', 'inference'):
-                if phase == 'training' and 'folded' in layer:
+                if phase == 'training' and layer.endswith(', folded'):
                     cells += ['-'] * 4
                     continue
                 command = [sys.executable, __file__, *sys.argv[1:], '--measure', layer, str(grid), phase]

@@ -90,7 +90,7 @@ def main() -> None:
         for phase in PHASES:
             for model in args.models[::(-1) ** number]:  # there and back, against a steady drift
                 measured = results['measured'].setdefault(model, {}).setdefault(phase, [])
-                if len(measured) > number or (phase == 'training' and 'folded' in model):
+                if len(measured) > number or (phase == 'training' and model.endswith(', folded')):
                     continue
                 measured.append(measure_in_process(model, phase))
                 seconds = statistics.median(measured[-1]['seconds'])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODELS = 'resnet50', 'cmhsa_conv_k3', 'cmhsa_attn, unfolded', 'cmhsa_attn', 'cmhsa_attn, folded'
+MODELS = 'resnet50', 'cmhsa_conv_k3', 'cmhsa_attn, unfolded', 'cmhsa_attn, folded'
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='peak memory is read from Linux')
 
@@ -34,7 +34,7 @@ def test_speed(run, tmp_path):
     assert first.returncode == 0, first.stderr
     assert first.stdout.count('round 1, ') == 4
     again = run('speed.py', *options, '--models', *MODELS)
-    assert again.stdout.count('round 1, ') == 5, 'goes on from what is there'
+    assert again.stdout.count('round 1, ') == 3, 'goes on from what is there'
 
     measured = json.loads(results.read_text())['measured']
     assert set(measured) == set(MODELS)
@@ -43,13 +43,13 @@ def test_speed(run, tmp_path):
             assert len(rounds) == 1
             assert rounds[0]['seconds'][0] > 0
     assert measured['resnet50']['inference'][0]['operations'] == pytest.approx(8.2e9, rel=0.02)  # 4.1 GMACs
-    wide, unfolded, folded = (measured[f'cmhsa_attn{form}'] for form in ('', ', unfolded', ', folded'))
+    unfolded, folded = (measured[f'cmhsa_attn, {form}'] for form in ('unfolded', 'folded'))
     assert set(folded) == {'inference'}
     operations = [form['inference'][0]['operations'] for form in (unfolded, folded)]
     assert operations[0] == pytest.approx(1.57 * operations[1], rel=0.02)
     assert unfolded['training'][0]['operations'] == pytest.approx(3 * operations[0], rel=0.02)
-    peaks = {form['inference'][0]['peak_bytes'] for form in (wide, folded)}
-    assert min(peaks) == folded['inference'][0]['peak_bytes'] > 4 * 94e6  # its parameters
+    peaks = [form['inference'][0]['peak_bytes'] for form in (unfolded, folded)]
+    assert peaks[0] > peaks[1] > 4 * 94e6, 'its parameters'
     written = document.read_text()
     assert written.startswith(text)
     assert again.stdout[again.stdout.index('`python benchmarks/speed.py'):].strip() in written
