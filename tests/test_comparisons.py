@@ -145,7 +145,7 @@ def test_the_best_rate_is_chosen_on_seeds_of_its_own(tmp_path, monkeypatch):
 def test_training_validation_and_test_images_are_disjoint():
     seen = []
     for seed in (0, 1):
-        run_ = Run(Stage('x', 'x', 'x', {}, 1, 1e-3), 900, seed)
+        run_ = Run(Stage('x', 'x', 'x', {'img_size': DIGIT}, 1, 1e-3), 900, seed)
         images, _ = place_digits(np.random.RandomState(seed), canvas=DIGIT)
         index = {}
         for number, image in enumerate(images):
