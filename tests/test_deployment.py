@@ -69,6 +69,8 @@ def test_export(name, x):
 @all_forms
 @pytest.mark.parametrize('strict', [False, True])
 def test_export_for_any_number_of_images(name, strict, x):
+    if strict and name == ATTN and not hasattr(torch.compiler, 'is_exporting'):
+        pytest.skip('before torch 2.7, wide heads must be folded first')
     model, images = create(name), torch.randn(9, 3, 32, 32)
     batch = torch.export.Dim('batch', min=1, max=64)
     exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},), strict=strict).module()

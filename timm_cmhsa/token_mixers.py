@@ -12,11 +12,12 @@ import torch.nn.functional as F
 from timm.layers import Attention, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .patches import Size2d, patchify, unpatchify
 from .rel_pos import ZeroKeyRelPosBias
 
+# New in torch 2.7; before, a strict export for any number of images has to fold first.
+is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 KEY_PADDING = 8  # see `RelPosAttention.fold`: one dimension is needed, and 8 keep a multiple of 8 one
 
 # Functions that branch on what fx tracing sees as a proxy stay leaves of its graph, in every module that calls them.
@@ -251,17 +252,16 @@ class RelPosAttention(Attention):
 
         False where the projections have to be called: attention that is not fused is for looking at its maps, hooks
         are for looking at what they are hooked to, and another layer in a projection's place does something else.
-        False as well for a number of images that is left open (torch.export, fx, TorchScript), and for ONNX.
+        False as well where the number of images can be left open (torch.export, fx, TorchScript), and for ONNX.
         """
         num_images, num_patches = x.shape[:2]
         if not self.fused_attn or is_onnx_export() or not (_is_plain(self.qkv) and _is_plain(self.proj)):
             return False
-        if not isinstance(num_images, int):
+        if is_exporting() or not isinstance(num_images, int):
             return False
         num_tokens, dim, dim_out = num_images * num_patches, self.qkv.in_features, self.proj.out_features
         unfolded, folded = self._multiplications(num_patches)
-        fewer = self.head_dim * (dim + KEY_PADDING) * (dim + dim_out) + num_tokens * folded < num_tokens * unfolded
-        return statically_known_true(fewer) if torch.compiler.is_compiling() else fewer
+        return self.head_dim * (dim + KEY_PADDING) * (dim + dim_out) + num_tokens * folded < num_tokens * unfolded
 
     def _multiplications(self, num_patches: int) -> Tuple[int, int]:
         """Of a token and head, without and with folded products."""
