@@ -485,6 +485,8 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--model', 'resnet18'], 'resnet18 is not a phase-2 model: choose one of cmhsa_attn'),
     (['--images', 'nowhere'], 'nowhere is not a folder of images'),
     (['--num-heads', '0'], 'num_heads=0 must be positive'),
+    (['--head-dim', '0'], 'head_dim=0 must be positive'),
+    (['--head-dim', '-1', '--approximate'], 'head_dim=-1 must be positive'),
     (['--head-dim', '-5'], 'must be positive'),
     (['--in-chans', '0'], 'must be positive'),
     (['--patch-size', '5'], 'are not patches of (5, 5) pixels a side'),

@@ -176,7 +176,8 @@ def _choose_heads(
     """Number and width of the heads, where they were not asked for those of the model; the rewrite fits into them."""
     if num_heads is not None and num_heads < 1:
         raise CheckpointError(f'num_heads={num_heads} must be positive.')
-    width = head_dim or default[1] or math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans']
+    token_dim = math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans']
+    width = (default[1] or token_dim) if head_dim is None else head_dim
     needed = _heads_needed(args, None if approximate else num_heads, width)
     if num_heads is not None:
         return num_heads, width
