@@ -486,6 +486,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--images', 'nowhere'], 'nowhere is not a folder of images'),
     (['--num-heads', '0'], 'num_heads=0 must be positive'),
     (['--head-dim', '0'], 'head_dim=0 must be positive'),
+    (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the checkpoint of 48: choose a model of that width, or'),
     (['--head-dim', '-1', '--approximate'], 'head_dim=-1 must be positive'),
     (['--head-dim', '-5'], 'must be positive'),
     (['--in-chans', '0'], 'must be positive'),

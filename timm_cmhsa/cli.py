@@ -146,7 +146,8 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('dst', metavar='DST', nargs='?', type=Path,
         help='.safetensors, .pth, or a folder for timm.create_model("local-dir:DST") '
              '(default with --push-to-hub: a folder named as the repository)')
-    add('--model', metavar='NAME', help='registered phase-2 model (default: the one with tokens of this shape)')
+    add('--model', metavar='NAME',
+        help='registered phase-2 model (default: the one with tokens of this shape and wide heads)')
     add('--img-size', metavar='N or HxW', type=_size, help='input size, where the checkpoint does not tell')
     add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
     add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
@@ -154,7 +155,7 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--head-dim', metavar='N', type=int, help="width of a head (default: the model's, mostly that of a token)")
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
     add('--approximate', action='store_true',
-        help='where the heads are too few, convert with the least error that they allow, instead of refusing')
+        help='where the heads are too few, convert with the least error of heads that look at one offset each')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES, help="type of the written tensors (default: the source's)")

@@ -348,6 +348,11 @@ def _attn_args(
     model = timm.create_model(architecture, device=torch.device('meta'))
     attn = model.blocks[0].attn
     default = attn.num_heads, None if attn.head_dim == model.embed_dim else attn.head_dim
+    token_dim = math.prod(to_2tuple(args['patch_size'])) * args['hidden_chans']
+    if default[1] is not None and head_dim is None and model.embed_dim != token_dim:
+        raise CheckpointError(
+            f'{architecture} has tokens of width {model.embed_dim}, the checkpoint of {token_dim}: choose a model of '
+            f'that width, or {matching_model(args)} and the width of its heads (head_dim).')
     num_heads, head_dim = _choose_heads(args, default, num_heads, head_dim, approximate)
     shared = {key: value for key, value in args.items() if key != 'kernel_size'}
     return {**shared, 'num_heads': num_heads, 'head_dim': head_dim}
