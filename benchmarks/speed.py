@@ -3,7 +3,7 @@
 A training step (forward, backward, AdamW) and an inference batch of every model and form, each in a process of its
 own, in rounds, so that a drift of the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round
 (stopped, it goes on from there), and the tables of all that is in that folder into benchmarks/RESULTS.md. Linux only: a
-CPU's peak memory is what the operating system says.
+CPU's peak memory is what the operating system says. `--profile MODEL` shows the operators of a training step.
 """
 import argparse
 import gc
@@ -67,6 +67,7 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     'cmhsa_attn_22x96': create('cmhsa_attn_22x96'),
     'cmhsa_attn, 20 heads of 64': create('cmhsa_attn', num_heads=20, head_dim=64),
 }
+NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length
     'two phases, k3, 9 x 768': ('cmhsa_conv_k3', 'cmhsa_attn'),
     'two phases, k5, 9 x 768': ('cmhsa_conv_k5', 'cmhsa_attn'),
@@ -81,6 +82,9 @@ def main() -> None:
     if args.measure:
         title, phase = args.measure
         print(json.dumps(measure(title, phase, args)))
+        return
+    if args.profile:
+        print(profile(args.profile, args))
         return
     path = HERE / 'speed' / f'{setting(args)}.json'
     results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
@@ -112,7 +116,8 @@ def parse_args() -> argparse.Namespace:
     add('--rounds', type=int, default=2, help='default: %(default)s')
     add('--amp', action='store_true', help='autocast to bfloat16')
     add('--compile', action='store_true', help='torch.compile')
-    add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {", ".join(MODELS)}')
+    add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {NAMES}')
+    add('--profile', choices=MODELS, metavar='MODEL', help='show the operators of a training step instead')
     add('--measure', nargs=2, metavar=('MODEL', 'PHASE'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     cpu = args.device == 'cpu'
@@ -121,7 +126,7 @@ def parse_args() -> argparse.Namespace:
     if min(args.batch_size, args.steps, args.rounds) < 1:
         parser.error('--batch-size, --steps and --rounds must be positive')
     if not set(args.models) <= set(MODELS):
-        parser.error(f'--models: {", ".join(set(args.models) - set(MODELS))} is none of {", ".join(MODELS)}')
+        parser.error(f'--models: {", ".join(set(args.models) - set(MODELS))} is none of {NAMES}')
     return args
 
 
@@ -178,6 +183,19 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
         seconds.append(time.perf_counter() - start)
     peak = peak_bytes(args.device) - before
     return dict(seconds=seconds, peak_bytes=peak, operations=operations(title, phase, args.batch_size))
+
+
+def profile(title: str, args: argparse.Namespace) -> str:
+    """Share of every operator in the time of a training step, the largest first."""
+    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
+    step = training_step(MODELS[title]().to(args.device).train(), images, args.amp)
+    step()
+    with torch.profiler.profile() as profiler:
+        step()
+    times = {event.key: event.self_device_time_total if images.is_cuda else event.self_cpu_time_total
+             for event in profiler.key_averages()}
+    shares = sorted(((value / sum(times.values()), name) for name, value in times.items()), reverse=True)
+    return '\n'.join(f'{share:6.1%}  {name}' for share, name in shares[:15])
 
 
 def reset_peak(device: str) -> int:

@@ -63,6 +63,14 @@ def test_speed(run, tmp_path):
     assert 'other versions or other options: move it away first' in other.stderr
 
 
+def test_profile(run):
+    result = run('speed.py', '--batch-size', '1', '--profile', 'resnet50')
+    assert result.returncode == 0, result.stderr
+    shares = {line.split()[1]: float(line.split('%')[0]) for line in result.stdout.splitlines()}
+    assert 50 < sum(shares.values()) <= 100.1
+    assert any('conv' in name for name in shares)
+
+
 def test_resolution(run):
     result = run('resolution.py', '--grids', '2', '3', '--repeats', '1')
     assert result.returncode == 0, result.stderr
@@ -72,7 +80,7 @@ def test_resolution(run):
 
 
 @pytest.mark.parametrize(('arguments', 'message'), [
-    (['--models', 'resnet51'], '--models: resnet51 is none of deit_base'),
+    (['--models', 'resnet51'], '--models: resnet51 is none of "deit_base'),
     (['--rounds', '0'], 'must be positive'),
 ])
 def test_bad_options(run, arguments, message):

@@ -158,7 +158,8 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
         help='where the heads are too few, convert with the least error of heads that look at one offset each')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
-    add('--dtype', choices=DTYPES, help="type of the written tensors (default: the source's)")
+    add('--dtype', choices=DTYPES,
+        help="type of the written tensors (default: the source's); rounding to it is no error")
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
     add('--tolerance', metavar='E', type=float,
         help=f'largest accepted error, relative to the largest value (default: {TOLERANCE}; where approximate, any)')

@@ -101,10 +101,11 @@ def mlp_ratio(hidden_dim: int, embed_dim: int) -> float:
 
 
 def matching_model(args: Dict[str, Any]) -> str:
-    """The plain phase-2 model with tokens of this shape (others have more in their names), or else `cmhsa_attn`."""
-    for name in sorted(timm.list_models(PHASE2_MODELS), key=len):
+    """The registered phase-2 model with tokens of this shape and heads as wide as they, or else `cmhsa_attn`."""
+    for name in timm.list_models(PHASE2_MODELS):
         model = timm.create_model(name, device=torch.device('meta'))
-        if (model.patch_embed.patch_size, model.hidden_chans) == (to_2tuple(args['patch_size']), args['hidden_chans']):
+        shape = model.patch_embed.patch_size, model.hidden_chans, model.blocks[0].attn.head_dim
+        if shape == (to_2tuple(args['patch_size']), args['hidden_chans'], model.embed_dim):
             return name
     return 'cmhsa_attn'
 
