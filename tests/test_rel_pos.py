@@ -10,7 +10,7 @@ from timm.utils import ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import RelPosAttention
-from timm_cmhsa.rel_pos import ZeroKeyRelPosBias, resize_bias_table
+from timm_cmhsa.rel_pos import RelPosTable, resize_bias_table
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -30,7 +30,7 @@ def test_bias_table_keeps_every_offset_that_both_grids_know(grid, new_grid):
 
 @pytest.fixture
 def rel_pos():
-    rel_pos = ZeroKeyRelPosBias((2, 3), num_heads=4)
+    rel_pos = RelPosTable((2, 3), num_heads=4)
     for parameter in rel_pos.parameters():
         nn.init.normal_(parameter)
     return rel_pos.eval()
@@ -64,7 +64,7 @@ def other_weights(rel_pos):
 
 
 def average_weights(rel_pos):
-    other = ZeroKeyRelPosBias((2, 3), num_heads=4)
+    other = RelPosTable((2, 3), num_heads=4)
     nn.init.ones_(other.zero_key_bias)
     average = ModelEmaV3(other, decay=0.5)
     average.module = rel_pos
@@ -130,7 +130,7 @@ def test_bias_has_gradients_where_these_are_asked_for(rel_pos):
 
 
 def test_cached_bias_is_neither_saved_nor_copied():
-    rel_pos = ZeroKeyRelPosBias((16, 16), num_heads=4).eval()
+    rel_pos = RelPosTable((16, 16), num_heads=4).eval()
 
     def saved_bytes():
         buffer = io.BytesIO()
@@ -148,7 +148,7 @@ def test_cached_bias_is_neither_saved_nor_copied():
 
 
 def test_large_bias_is_not_cached():
-    rel_pos = ZeroKeyRelPosBias((48, 48), num_heads=4).eval()
+    rel_pos = RelPosTable((48, 48), num_heads=4).eval()
     with torch.no_grad():
         assert rel_pos.get_bias() is not rel_pos.get_bias()
 

@@ -6,6 +6,7 @@ from .convert import ConversionReport, VerificationError, convert_checkpoint, co
 from .hub import push_to_hub, save_for_hub
 from .hub_errors import HubError
 from .patches import patchify, unpatchify
+from .pixel import PixelAttn
 from .token_mixers import PatchConv2d, RelPosAttention
 from .version import __version__
 
@@ -17,6 +18,7 @@ __all__ = [
     'ConversionReport',
     'HubError',
     'PatchConv2d',
+    'PixelAttn',
     'RelPosAttention',
     'VerificationError',
     '__version__',

@@ -7,7 +7,7 @@ a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
 import math
-from typing import Any, Dict, Optional, Set, Tuple, Type, Union
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -17,7 +17,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import resize_bias_table
+from .rel_pos import resize_bias_table, resize_offset_embed
 from .token_mixers import PatchConv2d, RelPosAttention
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
@@ -183,9 +183,10 @@ class CmhsaAttn(Cmhsa):
     def __init__(
             self,
             *,
-            num_heads: int = 9,
+            num_heads: Union[int, Sequence[int]] = 9,
             head_dim: Optional[int] = None,
             qkv_bias: bool = True,
+            rel_pos: str = 'table',
             proj_drop_rate: float = 0.,
             attn_drop_rate: float = 0.,
             device: Optional[torch.device] = None,
@@ -194,24 +195,26 @@ class CmhsaAttn(Cmhsa):
     ) -> None:
         """
         Args:
-            num_heads: Number of heads, N_H.
+            num_heads: Number of heads, N_H, of every block or of each.
             head_dim: Width of a head, d_H; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
+            rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'.
             proj_drop_rate: Dropout rate of token mixers and MLPs.
             attn_drop_rate: Dropout rate of the attention weights.
             **kwargs: See `Cmhsa`.
         """
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(proj_drop_rate=proj_drop_rate, **kwargs, **dd)
-        for block in self.blocks:
+        for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
             block.attn = RelPosAttention(
                 self.embed_dim,
                 self.patch_embed.grid_size,
-                num_heads=num_heads,
+                num_heads=block_heads,
                 head_dim=head_dim,
                 qkv_bias=qkv_bias,
                 attn_drop=attn_drop_rate,
                 proj_drop=proj_drop_rate,
+                rel_pos=rel_pos,
                 **dd,
             )
 
@@ -220,11 +223,26 @@ class CmhsaAttn(Cmhsa):
         if not isinstance(attn, RelPosAttention):
             raise ValueError('A model that is folded for inference cannot be built anew: use the one it was made from.')
         return dict(
-            super().model_args(), num_heads=attn.num_heads, head_dim=attn.head_dim, qkv_bias=attn.qkv.bias is not None)
+            super().model_args(), num_heads=common_num_heads(self.blocks), head_dim=attn.head_dim,
+            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name)
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
         init_patch_identity(self.patch_embed.proj)
+
+
+def heads_of_blocks(num_heads: Union[int, Sequence[int]], depth: int) -> List[int]:
+    """One number of heads for each block, of one for all or a list."""
+    heads = [num_heads] * depth if isinstance(num_heads, int) else list(num_heads)
+    if len(heads) != depth:
+        raise ValueError(f'num_heads={num_heads} has {len(heads)} numbers for depth={depth} blocks: give one for each.')
+    return heads
+
+
+def common_num_heads(blocks: nn.Sequential) -> Union[int, List[int]]:
+    """The number of heads that all blocks have, or else the list of their numbers."""
+    heads: List[int] = [block.get_submodule('attn').num_heads for block in blocks]  # type: ignore[misc]
+    return heads[0] if len(set(heads)) == 1 else heads
 
 
 @torch.no_grad()
@@ -242,11 +260,15 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
-    """Pad or crop the bias tables of a checkpoint that was made for another image size."""
+    """Pad or crop the bias tables, and embeddings of offsets, of a checkpoint made for another image size."""
     grid_size = model.patch_embed.grid_size
     out_dict = {}
     for name, tensor in state_dict.items():
-        if name.endswith('.relative_position_bias_table'):
+        if name.endswith('.rel_pos.row_embed'):
+            tensor = resize_offset_embed(tensor, grid_size[0])
+        elif name.endswith('.rel_pos.col_embed'):
+            tensor = resize_offset_embed(tensor, grid_size[1])
+        elif name.endswith('.relative_position_bias_table'):
             source_grid_size = _source_grid_size(model, len(tensor))
             if source_grid_size is not None and source_grid_size != grid_size:
                 tensor = resize_bias_table(tensor, source_grid_size, grid_size)

@@ -1,9 +1,10 @@
-"""Theorem 1: one convolution in, one attention layer out, exactly.
+"""Theorem 1: one convolution in, one attention layer out, exactly (arXiv 2111.01353; for pixels, arXiv 1911.03584).
 
 Every patch that a convolution reads from lies at one of a few offsets from the patch that it writes to. A head attends
 to the patch at its offset and nowhere else, its values pick the pixels that matter there, and the output projection
 applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
 """
+import itertools
 import math
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
@@ -40,10 +41,13 @@ def conv2d_to_attention(
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
         approximate: bool = False,
+        rel_pos: str = 'table',
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
     Offsets that never meet the grid get no head: a grid that is one patch high or wide must not grow afterwards.
+    With circular padding and a quadratic encoding, nor must any other: there a head has one offset, and those that
+    lead around the image need heads of their own.
 
     For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
     `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
@@ -59,9 +63,12 @@ def conv2d_to_attention(
         num_heads: Number of heads, N_H; by default as many as `plan_heads` needs.
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Thinner heads share an offset.
         sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all else; by default
-            `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness.
+            `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness. It is alpha of the
+            quadratic encodings, whose biases are 0, -M / 2, and -M times the squared distance.
         approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
             whose heads look at one offset each, see `best_factors`, instead of raising an error.
+        rel_pos: Relative position encoding: 'table' (Theorem 1), 'quadratic' (Lemma 2 of arXiv 1911.03584) or
+            'quadratic_gen' (its Appendix E).
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -70,7 +77,27 @@ def conv2d_to_attention(
         TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardisation, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
-    heads = plan_heads(conv, patch_size, grid_size, None if approximate else num_heads, head_dim)
+    _check_plain(conv)
+    _check_keeps_size(conv, patch_size, grid_size)
+    return rewrite(conv, patch_size, grid_size, num_heads, head_dim, sharpness, approximate, rel_pos)
+
+
+@torch.no_grad()
+def rewrite(
+        conv: nn.Conv2d,
+        patch_size: Size2d,
+        grid_size: Size2d,
+        num_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        sharpness: Optional[float] = None,
+        approximate: bool = False,
+        rel_pos: str = 'table',
+) -> RelPosAttention:
+    """What `conv2d_to_attention` does, for padding that need not keep the image size.
+
+    Output patches then go on beyond, or end before, the output that the convolution has.
+    """
+    heads = plan_heads(conv, patch_size, grid_size, None if approximate else num_heads, head_dim, rel_pos)
     num_heads = max(len(heads), 1) if num_heads is None else num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
@@ -79,27 +106,26 @@ def conv2d_to_attention(
         sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
     factors: Iterable[Factors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
-        factors = best_factors(conv, heads, num_heads, head_dim or dim, grid_size)
+        factors = best_factors(conv, heads, num_heads, head_dim or dim, grid_size, rel_pos)
 
     dim_out = out_pixels * conv.out_channels
     with torch.device('meta'):  # PyTorch's default start would take as long as all the rest
-        attn = RelPosAttention(dim, grid_size, num_heads, head_dim, dim_out=dim_out, dtype=conv.weight.dtype)
+        attn = RelPosAttention(
+            dim, grid_size, num_heads, head_dim, dim_out=dim_out, rel_pos=rel_pos, dtype=conv.weight.dtype)
     attn.to_empty(device='cpu').reset_parameters()
     query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
     output = attn.proj.weight.view(dim_out, num_heads, -1)
-    table = attn.rel_pos.relative_position_bias_table.view(2 * grid_h - 1, 2 * grid_w - 1, num_heads)
 
     output.zero_()
     for i, head in enumerate(factors):
         width = len(head.value)
         query[i] = 0
-        table[..., i] = 0
-        attn.rel_pos.zero_key_bias[i] = sharpness / 2
         value[i, :width] = head.value.to(value.dtype)
         output[:, i, :width] = head.output.T.to(output.dtype)
-        for row in _table_indices(head.offset[0], grid_h, conv.padding_mode):
-            for col in _table_indices(head.offset[1], grid_w, conv.padding_mode):
-                table[row, col, i] = sharpness
+        rows, cols = ([o] for o in head.offset)
+        if _heads_wrap(conv, rel_pos):
+            rows, cols = _wrapped(head.offset[0], grid_h), _wrapped(head.offset[1], grid_w)
+        attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), sharpness)
     if conv.bias is not None:
         attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
     return attn.to(conv.weight.device)
@@ -111,15 +137,14 @@ def plan_heads(
         grid_size: Size2d,
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
+        rel_pos: str = 'table',
 ) -> List[Head]:
     """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole.
 
     With full-width heads and a grid that is larger than the kernel's reach, these are the
     (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. Arguments and errors are those of `conv2d_to_attention`.
     """
-    plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
-    if not plain or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
-        raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
+    _check_plain(conv)
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
@@ -130,6 +155,9 @@ def plan_heads(
         raise ValueError(f'{patch_size=}, {grid_size=}, {num_heads=} and {head_dim=} must be positive.')
 
     row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
+    if conv.padding_mode == 'circular' and not _heads_wrap(conv, rel_pos):
+        row_taps = {wrapped: tap for offset, tap in row_taps.items() for wrapped in _wrapped(offset, grid_h)}
+        col_taps = {wrapped: tap for offset, tap in col_taps.items() for wrapped in _wrapped(offset, grid_w)}
     heads, sizes = [], []
     for row, row_tap in row_taps.items():
         for col, col_tap in col_taps.items():
@@ -164,6 +192,7 @@ def best_factors(
         num_heads: int,
         head_dim: int,
         grid_size: Size2d,
+        rel_pos: str = 'table',
 ) -> List[Factors]:
     """The few heads that come closest to the convolution, each at one offset.
 
@@ -178,15 +207,16 @@ def best_factors(
         num_heads: Number of heads that there are.
         head_dim: Width of a head.
         grid_size: Patches per image side.
+        rel_pos: Relative position encoding.
 
     Returns:
         At most `num_heads` of them, those that save most first.
     """
-    kernel, (grid_h, grid_w) = _dense_kernel(conv), to_2tuple(grid_size)
+    kernel, (grid_h, grid_w), wraps = _dense_kernel(conv), to_2tuple(grid_size), _heads_wrap(conv, rel_pos)
     choices = []
     for head in {head.offset: head for head in heads}.values():  # one for each offset: its inputs do not matter
-        (row, col), zeros = head.offset, conv.padding_mode == 'zeros'
-        num_patches = (grid_h - abs(row)) * (grid_w - abs(col)) if zeros else grid_h * grid_w
+        row, col = head.offset
+        num_patches = grid_h * grid_w if wraps else (grid_h - abs(row)) * (grid_w - abs(col))
         block = _offset_block(kernel, head.row_tap, head.col_tap)
         inputs, outputs = block.any(dim=1), block.any(dim=0)
         left, scales, right = torch.linalg.svd(block[inputs][:, outputs], full_matrices=False)
@@ -221,16 +251,7 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
         raise ValueError(
             f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a stride of "
             f'{divisors} or a patch size divisible by {stride}.')
-    span = dilation * (kernel - 1)
-    if isinstance(conv.padding, str):
-        pad_left, pad_right = (span // 2, span - span // 2) if conv.padding == 'same' else (0, 0)
-    else:
-        pad_left = pad_right = conv.padding[axis]
-    size = patch * grid
-    if (size + pad_left + pad_right - span - 1) // stride + 1 != size // stride:
-        raise ValueError(
-            f'padding={conv.padding!r} does not keep the image size (divided by the stride): {_fitting_padding(conv)}.')
-
+    pad_left, _ = _axis_padding(conv, axis)
     rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
     pixels = rows[:, None] * stride + taps * dilation - pad_left
     offsets = pixels.div(patch, rounding_mode='floor')
@@ -238,6 +259,28 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
         offsets = (offsets + grid // 2) % grid - grid // 2
     one_hot = F.one_hot(pixels % patch, patch).double()
     return {o: one_hot * (offsets == o).unsqueeze(-1) for o in offsets.unique().tolist() if abs(o) < grid}
+
+
+def _axis_padding(conv: nn.Conv2d, axis: int) -> Tuple[int, int]:
+    if not isinstance(conv.padding, str):
+        return conv.padding[axis], conv.padding[axis]
+    span = conv.dilation[axis] * (conv.kernel_size[axis] - 1)
+    return (span // 2, span - span // 2) if conv.padding == 'same' else (0, 0)
+
+
+def _check_plain(conv: nn.Module) -> None:
+    plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
+    if not plain or getattr(type(conv), '_conv_forward', None) is not nn.Conv2d._conv_forward:
+        raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
+
+
+def _check_keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> None:
+    for axis, (patch, grid) in enumerate(zip(to_2tuple(patch_size), to_2tuple(grid_size))):
+        span, stride, size = conv.dilation[axis] * (conv.kernel_size[axis] - 1), conv.stride[axis], patch * grid
+        if (size + sum(_axis_padding(conv, axis)) - span - 1) // stride + 1 != size // stride:
+            raise ValueError(
+                f'padding={conv.padding!r} does not keep the image size (divided by the stride): '
+                f'{_fitting_padding(conv)}.')
 
 
 def _fitting_padding(conv: nn.Conv2d) -> str:
@@ -267,10 +310,11 @@ def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Te
     return block.flatten(0, 2).flatten(1)
 
 
-def _table_indices(offset: int, grid: int, padding_mode: str) -> List[int]:
-    """Rows (or columns) of the bias table at which a key has this offset from the query.
+def _heads_wrap(conv: nn.Conv2d, rel_pos: str) -> bool:
+    """Whether a head follows its offset around the image; a Gaussian cannot, and there is a head for every way."""
+    return conv.padding_mode == 'circular' and rel_pos == 'table'
 
-    timm's tables count query minus key, from 1 - grid up. A circular offset also holds on the far side.
-    """
-    wrapped = (offset - grid, offset, offset + grid) if padding_mode == 'circular' else (offset,)
-    return [grid - 1 - o for o in wrapped if abs(o) < grid]
+
+def _wrapped(offset: int, grid: int) -> List[int]:
+    """Offsets that lead to the same patch as this one where the image is continued circularly."""
+    return [o for o in (offset - grid, offset, offset + grid) if abs(o) < grid]

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from timm.layers import Attention, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from .patches import Size2d, patchify, unpatchify
-from .rel_pos import ZeroKeyRelPosBias
+from .rel_pos import create_rel_pos
 
 # New in torch 2.7; before, a strict export for any number of images has to fold first.
 is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
+MAX_BIAS_ENTRIES = 2 ** 26  # of a layer and step: 256 MB in float32; beyond, queries attend in chunks
 KEY_PADDING = 8  # see `RelPosAttention.fold`: one dimension is needed, and 8 keep a multiple of 8 one
 
 # Functions that branch on what fx tracing sees as a proxy stay leaves of its graph, in every module that calls them.
@@ -45,7 +47,7 @@ def add_attn_mask(
         attn_mask: Optional[torch.Tensor] = None,
         is_causal: bool = False,
 ) -> torch.Tensor:
-    """Add a mask over N keys to a bias over N + 1 keys: the zero key, which comes last, is never masked."""
+    """Add a mask over N keys to a bias over N or N + 1 keys: the zero key, which comes last, is never masked."""
     if is_causal:
         num_tokens = attn_bias.shape[-2]
         attn_mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool, device=attn_bias.device).tril()
@@ -53,7 +55,7 @@ def add_attn_mask(
         return attn_bias
     if attn_mask.dtype == torch.bool:
         attn_mask = torch.zeros_like(attn_mask, dtype=attn_bias.dtype).masked_fill(~attn_mask, float('-inf'))
-    return attn_bias + F.pad(attn_mask, [0, 1])
+    return attn_bias + F.pad(attn_mask, [0, attn_bias.shape[-1] - attn_mask.shape[-1]])
 
 
 class PatchConv2d(nn.Module):
@@ -140,6 +142,7 @@ class RelPosAttention(Attention):
             qkv_bias: bool = True,
             attn_drop: float = 0.,
             proj_drop: float = 0.,
+            rel_pos: str = 'table',
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
     ) -> None:
@@ -151,6 +154,7 @@ class RelPosAttention(Attention):
             head_dim: Width of a head; by default that of a token, as in the paper (d_H = d).
             dim_out: Output width; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
+            rel_pos: Relative position encoding, see `rel_pos.py`.
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
 
@@ -170,7 +174,7 @@ class RelPosAttention(Attention):
             proj_drop=proj_drop,
             **dd,
         )
-        self.rel_pos = ZeroKeyRelPosBias(to_2tuple(grid_size), num_heads, **dd)
+        self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, self.head_dim, **dd)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -193,21 +197,29 @@ class RelPosAttention(Attention):
             attn_mask: Optional[torch.Tensor] = None,
             is_causal: bool = False,
     ) -> torch.Tensor:
-        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         if not torch.jit.is_scripting() and self.folding_pays(x):
+            attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
             query_weight, query_bias, out_weight = self.fold()
             dropout_p = self.attn_drop.p if self.training else 0.
             x = attend_to_tokens(F.linear(x, query_weight, query_bias), x, attn_bias, self.scale, dropout_p)
             x = F.linear(x, out_weight, self.proj.bias)
         else:
-            x = self.proj(self.attend(x, attn_bias))
+            x = self.proj(self.attend(x, attn_mask, is_causal))
         return self.proj_drop(x)
 
-    def attend(self, x: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
+    def attend(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
         """Project tokens to queries, keys and values, and attend: (B, N, dim) to (B, N, num_heads * head_dim)."""
         B, N, _ = x.shape
         q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])
+        if not torch.jit.is_scripting() and self.needs_chunks() and attn_mask is None and not is_causal:
+            return self.attend_in_chunks(q, k, v).transpose(1, 2).reshape(B, N, self.attn_dim)
+        attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
         if self.fused_attn and not is_onnx_export():
             x = F.scaled_dot_product_attention(
                 q, k, v,
@@ -221,6 +233,33 @@ class RelPosAttention(Attention):
             attn = self.attn_drop(attn)
             x = attn @ v
         return x.transpose(1, 2).reshape(B, N, self.attn_dim)
+
+    @torch.jit.unused
+    def needs_chunks(self) -> bool:
+        """Whether the bias of all queries at once would take too much memory, as with thousands of tokens."""
+        return (
+            self.num_heads * math.prod(self.grid_size) ** 2 > MAX_BIAS_ENTRIES
+            and self.fused_attn and not self.rel_pos.depends_on_queries)
+
+    @torch.jit.unused
+    def attend_in_chunks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend from some queries after the other, so that memory grows with the tokens and not with their square.
+
+        Queries have shape (B, num_heads, N, head_dim), as the result; keys and values one token more, the zero key.
+        The backward pass computes every chunk again.
+        """
+        def attend_from(q: torch.Tensor, start: int) -> torch.Tensor:
+            attn_bias = self.rel_pos.gather_bias(start, start + q.shape[2])
+            dropout_p = self.attn_drop.p if self.training else 0.
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p)
+
+        chunk = max(MAX_BIAS_ENTRIES // (self.num_heads * k.shape[2]), 1)
+        starts = range(0, q.shape[2], chunk)
+        if not torch.is_grad_enabled():
+            return torch.cat([attend_from(q[:, :, start:start + chunk], start) for start in starts], dim=2)
+        chunks = [
+            checkpoint(attend_from, q[:, :, start:start + chunk], start, use_reentrant=False) for start in starts]
+        return torch.cat(chunks, dim=2)
 
     def fold(self) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Fold every head's query with its key projection, and its value with its output projection.
@@ -252,12 +291,15 @@ class RelPosAttention(Attention):
 
         False where the projections have to be called: attention that is not fused is for looking at its maps, hooks
         are for looking at what they are hooked to, and another layer in a projection's place does something else.
-        False as well where the number of images can be left open (torch.export, fx, TorchScript), and for ONNX.
+        False as well where the number of images can be left open (torch.export, fx, TorchScript), for ONNX, and where
+        the bias needs the queries or is too large for all queries at once.
         """
         num_images, num_patches = x.shape[:2]
         if not self.fused_attn or is_onnx_export() or not (_is_plain(self.qkv) and _is_plain(self.proj)):
             return False
         if is_exporting() or not isinstance(num_images, int):
+            return False
+        if self.rel_pos.depends_on_queries or self.needs_chunks():
             return False
         num_tokens, dim, dim_out = num_images * num_patches, self.qkv.in_features, self.proj.out_features
         unfolded, folded = self._multiplications(num_patches)
@@ -278,6 +320,7 @@ class RelPosAttention(Attention):
         """
         unfolded, folded = self._multiplications(math.prod(self.grid_size))
         pays = folded < unfolded and _is_plain(self.qkv) and _is_plain(self.proj)
+        pays = pays and not self.rel_pos.depends_on_queries
         return FoldedRelPosAttention(self) if pays else self
 
 

@@ -1,0 +1,309 @@
+"""Attention models on pixels: every head as wide as the output, attending by relative position.
+
+Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584
+
+A token is a 2 x 2 patch (the paper's invertible downsampling, space to depth), projected to 400 dimensions. Heads
+attend to whole tokens, and one matrix per head takes the place of its value and output projections (W^(h) of Equation
+11): as many parameters as a convolution with a kernel of that many taps. The blocks are timm's, with normalisation
+before attention and MLP, where the authors' code has BERT's, with normalisation behind.
+"""
+from typing import Any, Dict, Final, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple, use_fused_attn
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models.resnet import BasicBlock, ResNet
+from torch import nn
+
+from .cmhsa import Cmhsa, checkpoint_filter_fn, common_num_heads, heads_of_blocks
+from .patches import Size2d
+from .rel_pos import ENCODINGS, create_rel_pos
+from .token_mixers import add_attn_mask
+
+__all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
+
+
+class PositionalAttention(nn.Module):
+    """Heads that attend by relative position alone: the same pattern for all images.
+
+    Maps tokens of shape (B, N, dim) to the same shape.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            grid_size: Size2d,
+            num_heads: int = 9,
+            rel_pos: str = 'quadratic',
+            attn_drop: float = 0.,
+            proj_drop: float = 0.,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        """
+        Args:
+            dim: Token width, and that of a head.
+            grid_size: Patches per image side.
+            num_heads: Number of heads; with none, all tokens get the same.
+            rel_pos: Relative position encoding, see `rel_pos.py`.
+            attn_drop: Dropout rate of the attention weights.
+            proj_drop: Dropout rate of the output.
+        """
+        if num_heads < 0:
+            raise ValueError(f'{num_heads=} must not be negative.')
+        super().__init__()
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, dim, zero_key=False, **dd)
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.value = nn.Linear(num_heads * dim, dim, **dd)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in self.children():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=.02)
+                nn.init.zeros_(module.bias)
+        self.rel_pos.reset_parameters()
+
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        return self.rel_pos.window_size
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        self.rel_pos.set_window_size(grid_size)
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
+        x = torch.einsum('bhnm,bmd->bnhd', self.attn_drop(attn), x).flatten(2)  # one attention for the whole batch
+        return self.proj_drop(self.proj(self.value(x)))
+
+
+class PositionalContentAttention(PositionalAttention):
+    """Heads that attend by relative position and content, the queries times keys.
+
+    Maps tokens of shape (B, N, dim) to the same shape.
+    """
+    fused_attn: Final[bool]
+
+    def __init__(
+            self,
+            dim: int,
+            grid_size: Size2d,
+            num_heads: int = 9,
+            rel_pos: str = 'learned_content',
+            attn_drop: float = 0.,
+            proj_drop: float = 0.,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        """Arguments are those of `PositionalAttention`."""
+        super().__init__(dim, grid_size, num_heads, rel_pos, attn_drop, proj_drop, device, dtype)
+        self.fused_attn = use_fused_attn()
+        self.qk = nn.Linear(dim, 2 * num_heads * dim, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        B, N, D = x.shape
+        q, k = self.qk(x).reshape(B, N, 2, self.num_heads, D).permute(2, 0, 3, 1, 4).unbind(0)
+        attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
+        if self.fused_attn:
+            dropout_p = self.attn_drop.p if self.training else 0.
+            v = x.unsqueeze(1).expand(B, self.num_heads, N, D)
+            x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p).transpose(1, 2)
+        else:
+            attn = (q * D ** -0.5) @ k.transpose(-2, -1) + attn_bias
+            x = torch.einsum('bhnm,bmd->bnhd', self.attn_drop(attn.softmax(dim=-1)), x)
+        return self.proj_drop(self.proj(self.value(x.flatten(2))))
+
+
+class PixelAttn(Cmhsa):
+    """A Vision Transformer on pixels (or 2 x 2 patches), whose heads attend by relative position."""
+
+    def __init__(
+            self,
+            *,
+            num_heads: Union[int, Sequence[int]] = 9,
+            rel_pos: str = 'quadratic',
+            patch_size: Size2d = 2,
+            hidden_chans: int = 100,
+            mlp_ratio: float = 1.28,
+            proj_drop_rate: float = 0.,
+            attn_drop_rate: float = 0.,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            num_heads: Number of heads of every block, or of each.
+            rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or
+                'learned_content', which attends by content as well.
+            patch_size: Pixels per patch side.
+            hidden_chans: Token width per pixel of a patch.
+            mlp_ratio: Ratio of MLP hidden width to token width.
+            proj_drop_rate: Dropout rate of token mixers and MLPs.
+            attn_drop_rate: Dropout rate of the attention weights.
+            **kwargs: See `Cmhsa`.
+        """
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        super().__init__(
+            patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, proj_drop_rate=proj_drop_rate,
+            **kwargs, **dd)
+        by_content = rel_pos in ENCODINGS and ENCODINGS[rel_pos].depends_on_queries
+        attn_layer = PositionalContentAttention if by_content else PositionalAttention
+        for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
+            block.attn = attn_layer(
+                self.embed_dim,
+                self.patch_embed.grid_size,
+                num_heads=block_heads,
+                rel_pos=rel_pos,
+                attn_drop=attn_drop_rate,
+                proj_drop=proj_drop_rate,
+                **dd,
+            )
+
+    def model_args(self) -> Dict[str, Any]:
+        rel_pos = self.blocks[0].attn.rel_pos.name
+        return dict(super().model_args(), num_heads=common_num_heads(self.blocks), rel_pos=rel_pos)
+
+
+class CifarResNet(ResNet):
+    """timm's ResNet with the usual stem for 32 x 32 images: a 3 x 3 convolution, no stride, no pooling."""
+
+    def __init__(self, *args: Any, in_chans: int = 3, **kwargs: Any) -> None:
+        super().__init__(*args, in_chans=in_chans, **kwargs)
+        stem = self.get_submodule('conv1')
+        assert isinstance(stem, nn.Conv2d)
+        dd: Dict[str, Any] = {'device': stem.weight.device, 'dtype': stem.weight.dtype}
+        self.conv1 = nn.Conv2d(in_chans, stem.out_channels, 3, padding=1, bias=False, **dd)
+        nn.init.kaiming_normal_(self.conv1.weight, mode='fan_out', nonlinearity='relu')
+        self.maxpool = nn.Identity()
+        for info in self.feature_info:
+            info['reduction'] //= 2 if info['module'] == 'act1' else 4
+
+
+def _create_pixel_attn(variant: str, pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    out_indices = kwargs.pop('out_indices', 3)
+    return build_model_with_cfg(
+        PixelAttn,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
+        **kwargs,
+    )
+
+
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
+    return {
+        'num_classes': 10, 'input_size': (3, 32, 32), 'pool_size': None,
+        'crop_pct': 1.0, 'interpolation': 'bicubic', 'fixed_input_size': True,
+        'mean': (0.4914, 0.4822, 0.4465), 'std': (0.2470, 0.2435, 0.2616),  # of CIFAR-10
+        'first_conv': 'patch_embed.proj', 'classifier': 'head',
+        'paper_ids': 'arXiv:1911.03584',
+        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
+        'license': 'apache-2.0',
+        **kwargs
+    }
+
+
+default_cfgs = generate_default_cfgs({
+    'pixel_attn_quadratic': _cfg(),
+    'pixel_attn_quadratic_gen': _cfg(),
+    'pixel_attn_learned': _cfg(),
+    'pixel_attn_learned_content': _cfg(),
+
+    'pixel_attn_16h_quadratic': _cfg(),
+    'pixel_attn_16h_quadratic_gen': _cfg(),
+    'pixel_attn_16h_learned': _cfg(),
+    'pixel_attn_16h_learned_content': _cfg(),
+
+    'test_pixel_attn': _cfg(),
+
+    'resnet18_cifar': _cfg(pool_size=(4, 4), fixed_input_size=False, first_conv='conv1', classifier='fc'),
+})
+
+
+@register_model
+def pixel_attn_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by round Gaussians ("SA quadratic emb.", Table 1). """
+    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='quadratic')
+    return _create_pixel_attn('pixel_attn_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by Gaussians of any shape ("SA quadratic emb. gen.", Table 4). """
+    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='quadratic_gen')
+    return _create_pixel_attn('pixel_attn_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by learned row and column embeddings ("SA learned emb.", Table 1). """
+    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='learned')
+    return _create_pixel_attn('pixel_attn_learned', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by such embeddings and content ("SA learned emb. + content", Table 1). """
+    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='learned_content')
+    return _create_pixel_attn('pixel_attn_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_16h_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 16 heads that attend by round Gaussians (Appendix F). """
+    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='quadratic')
+    return _create_pixel_attn('pixel_attn_16h_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_16h_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 16 heads that attend by Gaussians of any shape. """
+    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='quadratic_gen')
+    return _create_pixel_attn('pixel_attn_16h_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_16h_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 16 heads that attend by learned row and column embeddings. """
+    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='learned')
+    return _create_pixel_attn('pixel_attn_16h_learned', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def pixel_attn_16h_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 16 heads that attend by such embeddings and content. """
+    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='learned_content')
+    return _create_pixel_attn('pixel_attn_16h_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ Attention on pixels, for unit tests. """
+    model_args = dict(img_size=32, patch_size=4, hidden_chans=3, num_classes=10, depth=4)
+    return _create_pixel_attn('test_pixel_attn', pretrained=pretrained, **dict(model_args, **kwargs))
+
+
+@register_model
+def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> ResNet:
+    """ The ResNet-18 that the pixel models are compared with (Table 1). """
+    model_args = dict(block=BasicBlock, layers=(2, 2, 2, 2), num_classes=10)
+    return build_model_with_cfg(
+        CifarResNet, 'resnet18_cifar', pretrained, **dict(model_args, **kwargs))
