@@ -94,7 +94,7 @@ def do(run: Run, output: Path) -> None:
 def split_digits(run: Run) -> Tuple[Digits, Digits, Digits]:
     """Training, validation and test images; the last are the same for all seeds."""
     rng = np.random.RandomState(run.seed)
-    images, targets = place_digits(rng, canvas=run.stage.model_args['img_size'])
+    images, targets = place_digits(rng, canvas=run.stage.img_size)
     order = rng.permutation(NUM_IMAGES - NUM_TEST)
     if run.num_train + NUM_VALIDATION > len(order):
         raise ValueError(f'{run.num_train} training images are too many: at most {len(order) - NUM_VALIDATION}.')

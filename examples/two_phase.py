@@ -12,7 +12,7 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import matplotlib
 import numpy as np
@@ -52,6 +52,12 @@ class Stage(NamedTuple):
     weight_decay: float = 0.05
     smoothing: float = 0.1
     eval_every: int = 5  # epochs
+    canvas: Optional[int] = None  # pixels; by default the model's img_size
+    checkpoint_hist: int = 1  # how many to keep, the best ones
+
+    @property
+    def img_size(self) -> int:
+        return self.canvas or self.model_args['img_size']
 
 
 def main() -> None:
@@ -159,10 +165,10 @@ def train(
         optimizer, num_epochs=stage.epochs, warmup_epochs=min(stage.warmup_epochs, stage.epochs // 2), warmup_lr=1e-6,
         min_lr=1e-5, step_on_epochs=False, updates_per_epoch=len(loader))
     checkpoint_args = argparse.Namespace(  # with train.py's names, which the conversion and the model card read
-        model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.model_args['img_size']),
+        model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.img_size),
         epochs=stage.epochs, batch_size=BATCH_SIZE, opt='adamw', lr=stage.lr, sched='cosine',
         warmup_epochs=stage.warmup_epochs, weight_decay=stage.weight_decay, smoothing=stage.smoothing, seed=seed)
-    saver = CheckpointSaver(model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=1)
+    saver = CheckpointSaver(model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=stage.checkpoint_hist)
 
     last, history_file = folder / 'last.pth.tar', folder / 'history.json'
     start_epoch, history = 0, []

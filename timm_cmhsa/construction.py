@@ -78,7 +78,9 @@ def conv2d_to_attention(
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
     _check_plain(conv)
-    _check_keeps_size(conv, patch_size, grid_size)
+    if not keeps_size(conv, patch_size, grid_size):
+        raise ValueError(
+            f'padding={conv.padding!r} does not keep the image size (divided by the stride): {_fitting_padding(conv)}.')
     return rewrite(conv, patch_size, grid_size, num_heads, head_dim, sharpness, approximate, rel_pos)
 
 
@@ -274,13 +276,13 @@ def _check_plain(conv: nn.Module) -> None:
         raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
 
 
-def _check_keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> None:
+def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
+    """Whether the padding keeps the size of the image, divided by the stride."""
     for axis, (patch, grid) in enumerate(zip(to_2tuple(patch_size), to_2tuple(grid_size))):
         span, stride, size = conv.dilation[axis] * (conv.kernel_size[axis] - 1), conv.stride[axis], patch * grid
         if (size + sum(_axis_padding(conv, axis)) - span - 1) // stride + 1 != size // stride:
-            raise ValueError(
-                f'padding={conv.padding!r} does not keep the image size (divided by the stride): '
-                f'{_fitting_padding(conv)}.')
+            return False
+    return True
 
 
 def _fitting_padding(conv: nn.Conv2d) -> str:

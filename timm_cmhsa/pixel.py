@@ -7,7 +7,7 @@ attend to whole tokens, and one matrix per head takes the place of its value and
 11): as many parameters as a convolution with a kernel of that many taps. The blocks are timm's, with normalisation
 before attention and MLP, where the authors' code has BERT's, with normalisation behind.
 """
-from typing import Any, Dict, Final, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Final, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +18,8 @@ from torch import nn
 
 from .cmhsa import Cmhsa, checkpoint_filter_fn, common_num_heads, heads_of_blocks
 from .patches import Size2d
-from .rel_pos import ENCODINGS, create_rel_pos
-from .token_mixers import add_attn_mask
+from .rel_pos import ENCODINGS, QuadraticRelPos, create_rel_pos
+from .token_mixers import add_attn_mask, plain_linear
 
 __all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
 
@@ -75,6 +75,14 @@ class PositionalAttention(nn.Module):
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         self.rel_pos.set_window_size(grid_size)
+
+    def keep_heads(self, heads: List[int]) -> None:
+        """Forget all other heads, where the encoding is a quadratic one."""
+        assert isinstance(self.rel_pos, QuadraticRelPos)
+        weight = self.value.weight.view(-1, self.num_heads, self.proj.in_features)[:, heads].flatten(1)
+        self.value = plain_linear(weight.detach(), self.value.bias)
+        self.rel_pos.keep_heads(heads)
+        self.num_heads = len(heads)
 
     def forward(
             self,

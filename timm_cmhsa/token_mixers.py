@@ -5,7 +5,7 @@ convolves that image (phase 1), `RelPosAttention` attends over the tokens (phase
 """
 import copy
 import math
-from typing import Final, Optional, Tuple
+from typing import Final, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .patches import Size2d, patchify, unpatchify
-from .rel_pos import create_rel_pos
+from .rel_pos import QuadraticRelPos, create_rel_pos
 
 # New in torch 2.7; before, a strict export for any number of images has to fold first.
 is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
@@ -164,6 +164,9 @@ class RelPosAttention(Attention):
         if num_heads < 1 or (head_dim is not None and head_dim < 1):
             raise ValueError(f'{num_heads=} and {head_dim=} must be positive.')
         dd = {'device': device, 'dtype': dtype}
+        self.qkv: nn.Linear
+        self.proj: nn.Linear
+        self.num_heads: int
         super().__init__(
             dim,
             num_heads=num_heads,
@@ -302,14 +305,26 @@ class RelPosAttention(Attention):
         if self.rel_pos.depends_on_queries or self.needs_chunks():
             return False
         num_tokens, dim, dim_out = num_images * num_patches, self.qkv.in_features, self.proj.out_features
-        unfolded, folded = self._multiplications(num_patches)
+        unfolded, folded = self.multiplications(num_patches)
         return self.head_dim * (dim + KEY_PADDING) * (dim + dim_out) + num_tokens * folded < num_tokens * unfolded
 
-    def _multiplications(self, num_patches: int) -> Tuple[int, int]:
+    def multiplications(self, num_patches: int) -> Tuple[int, int]:
         """Of a token and head, without and with folded products."""
         dim, dim_out = self.qkv.in_features, self.proj.out_features
         unfolded = self.head_dim * (3 * dim + dim_out + 2 * num_patches)
         return unfolded, (dim + KEY_PADDING) * (dim + dim_out + 2 * num_patches)
+
+    def keep_heads(self, heads: List[int]) -> None:
+        """Forget all other heads, where the encoding is a quadratic one."""
+        assert isinstance(self.rel_pos, QuadraticRelPos)
+        dim = self.qkv.in_features
+        weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, dim)[:, heads].flatten(0, 2)
+        bias = None if self.qkv.bias is None else self.qkv.bias.view(3, self.num_heads, self.head_dim)[:, heads]
+        out_weight = self.proj.weight.view(-1, self.num_heads, self.head_dim)[:, heads].flatten(1)
+        self.qkv = plain_linear(weight.detach(), None if bias is None else bias.detach().flatten())
+        self.proj = plain_linear(out_weight.detach(), self.proj.bias)
+        self.rel_pos.keep_heads(heads)
+        self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
 
     def fuse(self) -> nn.Module:
         """Make the form for inference, as `timm.utils.reparameterize_model` asks for it.
@@ -318,7 +333,7 @@ class RelPosAttention(Attention):
             A new layer, or this one where it has fewer multiplications at its grid size, as with thin heads, or
             another layer in the place of a projection.
         """
-        unfolded, folded = self._multiplications(math.prod(self.grid_size))
+        unfolded, folded = self.multiplications(math.prod(self.grid_size))
         pays = folded < unfolded and _is_plain(self.qkv) and _is_plain(self.proj)
         pays = pays and not self.rel_pos.depends_on_queries
         return FoldedRelPosAttention(self) if pays else self
@@ -378,9 +393,9 @@ class FoldedRelPosAttention(nn.Module):
         attn = copy.deepcopy(attn).to(torch.promote_types(dtype, torch.float32))
         query_weight, query_bias, out_weight = attn.fold()
         self.num_heads, self.fused_attn = attn.num_heads, attn.fused_attn
-        self.query = _linear(query_weight * attn.scale, query_bias * attn.scale)
+        self.query = plain_linear(query_weight * attn.scale, query_bias * attn.scale)
         self.rel_pos = attn.rel_pos
-        self.proj = _linear(out_weight, attn.proj.bias)
+        self.proj = plain_linear(out_weight, attn.proj.bias)
         self.to(dtype).requires_grad_(False)
 
     @property
@@ -401,7 +416,8 @@ class FoldedRelPosAttention(nn.Module):
         return self.proj(attend_to_tokens(self.query(x), x, attn_bias, scale=1., fused=fused))
 
 
-def _linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
+def plain_linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
+    """A linear layer that has this weight, (out, in), and bias."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device='meta')
     tensors = {'weight': weight.contiguous()} if bias is None else {'weight': weight.contiguous(), 'bias': bias}
     linear.load_state_dict(tensors, assign=True)

@@ -1,0 +1,330 @@
+"""Any CNN: its convolutions as attention that computes the same function."""
+import logging
+import math
+from fnmatch import fnmatchcase
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Conv2dSame, to_2tuple
+from timm.models import register_notrace_function
+from torch import nn
+
+from .construction import keeps_size, plan_heads, rewrite
+from .patches import Size2d, patchify, unpatchify
+
+_logger = logging.getLogger(__name__)
+
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+SOFTMAX_MACS = 16  # multiply-accumulates that take as long as one exponential, about: only to choose the width of heads
+
+
+class AttendedLayer(NamedTuple):
+    """What took the place of one convolution, and what that costs."""
+    name: str
+    convolution: str
+    grid_size: Tuple[int, int]  # tokens, (h, w)
+    num_heads: int
+    head_dim: int
+    params: Tuple[int, int]  # of the convolution, of the attention
+    macs: Tuple[int, int]  # multiply-accumulates for one image, of the convolution, of the attention
+
+
+class AttendedConvs(List[AttendedLayer]):
+    """The convolutions of a model that are attention now; printed, a table."""
+
+    def __str__(self) -> str:
+        header = ('layer', 'convolution', 'tokens', 'heads', 'params, M', 'multiply-accumulates, M')
+        rows = [header, *(
+            (layer.name, layer.convolution, f'{layer.grid_size[0]} x {layer.grid_size[1]}',
+             f'{layer.num_heads} of {layer.head_dim}', _change(layer.params), _change(layer.macs)) for layer in self)]
+        params = sum(layer.params[0] for layer in self), sum(layer.params[1] for layer in self)
+        macs = sum(layer.macs[0] for layer in self), sum(layer.macs[1] for layer in self)
+        rows.append((f'{len(self)} in all', '', '', '', _change(params), _change(macs)))
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
+
+
+def _change(before_after: Tuple[int, int]) -> str:
+    before, after = before_after
+    return f'{before / 1e6:.3g} -> {after / 1e6:.3g}'
+
+
+# A function that branches on what fx tracing sees as a proxy stays a leaf of its graph.
+@torch.fx.wrap
+@register_notrace_function
+def map_to_tokens(
+        x: torch.Tensor,
+        map_size: Tuple[int, ...],
+        patch_size: Tuple[int, int],
+        grid_size: Tuple[int, int],
+) -> torch.Tensor:
+    """Flatten a feature map's patches; zeros fill up the last ones."""
+    if tuple(x.shape[-2:]) != map_size:
+        raise ValueError(
+            f'Attention in place of a convolution is made for maps of {map_size[0]} x {map_size[1]}, this one has '
+            f'{x.shape[-2]} x {x.shape[-1]}: call attend_convs with the input_size that the model shall have.')
+    grow_h, grow_w = (g * p - s for g, p, s in zip(grid_size, patch_size, map_size))
+    return patchify(F.pad(x, [0, grow_w, 0, grow_h]), patch_size)
+
+
+torch.fx.wrap('unpatchify')
+
+
+class AttendedConv2d(nn.Module):
+    """Self-attention in place of a convolution: (B, C_in, H, W) to (B, C_out, H_out, W_out).
+
+    Tokens are patches of the feature map, flattened.
+    """
+
+    def __init__(
+            self,
+            conv: nn.Conv2d,
+            map_size: Tuple[int, ...],
+            out_size: Tuple[int, ...],
+            patch_size: Size2d = 1,
+            rel_pos: str = 'table',
+    ) -> None:
+        """
+        Args:
+            conv: The convolution: any kernel, stride, dilation, groups, with zero padding, or circular padding that
+                keeps the size.
+            map_size: Size of the maps it gets, (H, W).
+            out_size: Size of the maps it gives.
+            patch_size: Side of a patch that becomes a token; made a multiple of the stride, and no larger than the map.
+            rel_pos: Relative position encoding, see `conv2d_to_attention`.
+
+        Raises:
+            TypeError: If the convolution computes something else (weight standardisation, ...).
+            ValueError: If there is no attention that computes the same.
+        """
+        super().__init__()
+        self.map_size, self.out_size = map_size, out_size
+        self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
+        self.stride = to_2tuple(conv.stride)
+        head_dim = _cheapest_head_dim(conv, self.patch_size, self.grid_size)
+        self.attn = rewrite(conv, self.patch_size, self.grid_size, head_dim=head_dim, rel_pos=rel_pos)
+        self.attn.requires_grad_(conv.weight.requires_grad).train(conv.training)
+        self.convolution = describe(conv)
+        self.conv_params = sum(parameter.numel() for parameter in conv.parameters())
+        self.conv_macs = conv.weight.numel() * math.prod(out_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.attn(map_to_tokens(x, self.map_size, self.patch_size, self.grid_size))
+        out_patch_size = self.patch_size[0] // self.stride[0], self.patch_size[1] // self.stride[1]
+        x = unpatchify(x, out_patch_size, self.grid_size)
+        return x[..., :self.out_size[0], :self.out_size[1]]
+
+    def extra_repr(self) -> str:
+        return f'{self.convolution}, map_size={self.map_size}, patch_size={self.patch_size}'
+
+
+class AttendedConv1d(AttendedConv2d):
+    """The same for sequences, as images of one row: (B, C_in, L) to (B, C_out, L_out)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.unsqueeze(-2)).squeeze(-2)
+
+
+def attend_convs(
+        model: nn.Module,
+        names: Union[str, Sequence[str]] = '*',
+        input_size: Optional[Sequence[int]] = None,
+        patch_size: int = 1,
+        rel_pos: str = 'table',
+) -> nn.Module:
+    """Replace convolutions of a CNN, in place, by self-attention that computes the same function.
+
+    What was replaced, and what that costs, is logged, and `attended_convs(model)` tells it later. Convolutions that no
+    attention can express are kept, with a warning that says why. The model is from then on for inputs of this size.
+
+    Attention over all pixels of a large map is expensive: its cost grows with the square of their number. Larger
+    patches, smaller inputs, or only the later stages keep it low.
+
+    Args:
+        model: Any model with `nn.Conv2d` or `nn.Conv1d` modules.
+        names: Which convolutions: patterns of module names as the shell has them (`layer4.*`, `*.conv_dw`), one or
+            several. Kernels of one pixel are no matter of attention and stay.
+        input_size: Shape of the model's input, (C, H, W), or (C, L) for sequences; by default the model's own.
+        patch_size: Side of the patch of a feature map that is a token, pixels; where a convolution has a stride, the
+            next multiple of it.
+        rel_pos: Relative position encoding, see `conv2d_to_attention`.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: If there is nothing to replace, or the model does not run with such an input; the model is left as
+            it was.
+    """
+    patterns = [names] if isinstance(names, str) else list(names)
+    convs = {name: module for name, module in model.named_modules(remove_duplicate=False)
+             if isinstance(module, CONVOLUTIONS) and any(fnmatchcase(name, pattern) for pattern in patterns)}
+    convs = {name: conv for name, conv in convs.items() if max(conv.kernel_size) > 1 and name}
+    if not convs:
+        raise ValueError(f'{type(model).__name__} has no convolution larger than one pixel named {names!r}: see the '
+                         f'names in model.named_modules().')
+    sizes = _map_sizes(model, list(convs.values()), input_size)
+
+    attended: Dict[nn.Module, AttendedConv2d] = {}
+    kept: Dict[str, str] = {}
+    for name, conv in convs.items():
+        try:
+            if conv not in attended:
+                attended[conv] = _attend(conv, sizes[conv], patch_size, rel_pos)
+        except (ValueError, TypeError) as e:
+            kept[name] = str(e)
+    if not attended:
+        raise ValueError(f'None of {len(kept)} convolutions can be replaced by attention. {next(iter(kept.values()))}')
+    for name, conv in convs.items():
+        if name not in kept:
+            parent, _, child = name.rpartition('.')
+            setattr(model.get_submodule(parent), child, attended[conv])
+    for name, reason in kept.items():
+        _logger.warning('%s stays a convolution: %s', name, reason)
+    _logger.info('Attention in place of convolutions:\n%s', attended_convs(model))
+    return model
+
+
+def attended_convs(model: nn.Module) -> AttendedConvs:
+    """What `attend_convs` has replaced in a model, and what that costs: a list that prints as a table."""
+    layers = AttendedConvs()
+    for name, module in model.named_modules():
+        if isinstance(module, AttendedConv2d):
+            attn, num_patches = module.attn, math.prod(module.grid_size)
+            layers.append(AttendedLayer(
+                name=name,
+                convolution=module.convolution,
+                grid_size=module.grid_size,
+                num_heads=attn.num_heads,
+                head_dim=attn.head_dim,
+                params=(module.conv_params, sum(parameter.numel() for parameter in attn.parameters())),
+                macs=(module.conv_macs, num_patches * attn.num_heads * min(attn.multiplications(num_patches))),
+            ))
+    return layers
+
+
+def describe(conv: nn.Conv2d) -> str:
+    """A convolution in a few words: 3x3, stride 2, 64 groups."""
+    words = ['x'.join(map(str, conv.kernel_size))]
+    words += [f'{what} {"x".join(map(str, dict.fromkeys(value)))}'
+              for what, value in (('stride', conv.stride), ('dilation', conv.dilation)) if max(value) > 1]
+    return ', '.join(words + ([f'{conv.groups} groups'] if conv.groups > 1 else []))
+
+
+class MapSizes(NamedTuple):
+    """Of what a convolution gets, and of what it gives: (H, W) or (L,)."""
+    map_size: Tuple[int, ...]
+    out_size: Tuple[int, ...]
+
+
+@torch.no_grad()
+def _map_sizes(
+        model: nn.Module,
+        convs: List[nn.Module],
+        input_size: Optional[Sequence[int]],
+) -> Dict[nn.Module, List[MapSizes]]:
+    """Run the model once, and see what sizes pass through the convolutions."""
+    if input_size is None:
+        cfg = getattr(model, 'pretrained_cfg', None) or {}
+        if not cfg.get('input_size'):
+            raise ValueError(f'{type(model).__name__} does not tell its input size: give input_size=(C, H, W).')
+        input_size = cfg['input_size']
+    sizes: Dict[nn.Module, List[MapSizes]] = {conv: [] for conv in convs}
+
+    def see(conv: nn.Module, inputs: Tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        seen = MapSizes(tuple(inputs[0].shape[2:]), tuple(output.shape[2:]))
+        if seen not in sizes[conv]:
+            sizes[conv].append(seen)
+
+    handles = [conv.register_forward_hook(see) for conv in sizes]
+    training = {module: module.training for module in model.modules()}
+    weight = next(model.parameters())
+    try:
+        model.eval()(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
+    except (RuntimeError, ValueError, AssertionError) as e:
+        raise ValueError(f'{type(model).__name__} does not run with input_size={tuple(input_size)}: '
+                         f'{str(e).splitlines()[0]}') from e
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, was_training in training.items():
+            module.training = was_training
+    return sizes
+
+
+def _attend(conv: nn.Module, sizes: List[MapSizes], patch_size: int, rel_pos: str) -> AttendedConv2d:
+    if len(sizes) != 1:
+        raise ValueError('It is not called.' if not sizes else f'It is called with maps of {len(sizes)} sizes.')
+    map_size, out_size = sizes[0]
+    if isinstance(conv, nn.Conv1d):
+        map_size, out_size = (1, *map_size), (1, *out_size)
+        return AttendedConv1d(_conv1d_as_conv2d(conv), map_size, out_size, (1, patch_size), rel_pos)
+    if not isinstance(conv, nn.Conv2d):
+        raise TypeError(f'Expected an nn.Conv2d or nn.Conv1d to rewrite as attention, got {type(conv).__name__}.')
+    if type(conv) is Conv2dSame:
+        conv = _same_as_conv2d(conv, map_size)
+    return AttendedConv2d(conv, map_size, out_size, patch_size, rel_pos)
+
+
+def _conv1d_as_conv2d(conv: nn.Conv1d) -> nn.Conv2d:
+    if type(conv).forward is not nn.Conv1d.forward or type(conv)._conv_forward is not nn.Conv1d._conv_forward:
+        raise TypeError(f'Expected a plain nn.Conv1d to rewrite as attention, got {type(conv).__name__}.')
+    padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
+    return _conv2d_with(
+        conv, conv.weight.unsqueeze(2), stride=(1, *conv.stride), padding=padding, dilation=(1, *conv.dilation),
+        padding_mode=conv.padding_mode)
+
+
+def _same_as_conv2d(conv: nn.Conv2d, map_size: Tuple[int, ...]) -> nn.Conv2d:
+    """TensorFlow's padding, for maps of this size; what it adds at the far side follows from the size of the output."""
+    spans = [d * (k - 1) + 1 for d, k in zip(conv.dilation, conv.kernel_size)]
+    totals = [max((-(-size // stride) - 1) * stride + span - size, 0)
+              for size, stride, span in zip(map_size, conv.stride, spans)]
+    return _conv2d_with(
+        conv, conv.weight, stride=conv.stride, padding=tuple(total // 2 for total in totals), dilation=conv.dilation)
+
+
+def _conv2d_with(conv: Union[nn.Conv1d, nn.Conv2d], weight: torch.Tensor, **kwargs: Any) -> nn.Conv2d:
+    """A plain convolution with this weight, and the bias and groups of another."""
+    kernel_h, kernel_w = weight.shape[2:]
+    plain = nn.Conv2d(
+        conv.in_channels, conv.out_channels, (kernel_h, kernel_w), groups=conv.groups, bias=conv.bias is not None,
+        device='meta', **kwargs)
+    plain.weight = nn.Parameter(weight.detach(), requires_grad=conv.weight.requires_grad)
+    plain.bias = conv.bias
+    return plain.train(conv.training)
+
+
+def _tokens(
+        conv: nn.Conv2d,
+        map_size: Tuple[int, ...],
+        out_size: Tuple[int, ...],
+        patch_size: Size2d,
+) -> Tuple[Tuple[int, int], Tuple[int, int]]:
+    """Patch and grid size, such that the patches cover what is read, and what is written."""
+    patches, grids = [], []
+    for size, out, stride, side in zip(map_size, out_size, conv.stride, to_2tuple(patch_size)):
+        if side < 1:
+            raise ValueError(f'{patch_size=} must be positive.')
+        covered = max(size, out * stride)
+        patch = math.ceil(min(side, covered) / stride) * stride
+        patches.append(patch)
+        grids.append(math.ceil(covered / patch))
+    patch_size, grid_size = (patches[0], patches[1]), (grids[0], grids[1])
+    whole = all(size == grid * patch for size, grid, patch in zip(map_size, grid_size, patch_size))
+    if conv.padding_mode == 'circular' and not (whole and keeps_size(conv, patch_size, grid_size)):
+        raise ValueError('Circular padding has to keep the size of the map, in whole patches.')
+    return patch_size, grid_size
+
+
+def _cheapest_head_dim(conv: nn.Conv2d, patch_size: Tuple[int, int], grid_size: Tuple[int, int]) -> int:
+    """Whether heads shall be as wide as a pixel or as a patch: many thin ones, or few wide ones."""
+    num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
+    dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
+
+    def cost(head_dim: int) -> int:
+        num_heads = len(plan_heads(conv, patch_size, grid_size, head_dim=head_dim))
+        return num_heads * (head_dim * (3 * dim + dim_out + 2 * num_patches) + SOFTMAX_MACS * num_patches)
+
+    return min(conv.in_channels, dim, key=cost)

@@ -1,0 +1,49 @@
+"""Degenerate heads of the generalised quadratic encoding: found, and pruned (arXiv 1911.03584, Appendix E)."""
+from typing import Dict, List, Union
+
+import torch
+from torch import nn
+
+from .pixel import PositionalAttention
+from .rel_pos import GeneralQuadraticRelPos
+from .token_mixers import RelPosAttention
+
+MIN_EIGENVALUE = 1e-5  # patches^-2; if the largest of a head's inverse covariance is smaller, it attends to all alike
+MAX_CONDITION = 1e5  # if the ratio of the two is larger, it attends to a thin stripe
+
+
+def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
+    """Numbers of the heads that attend to everything alike, or to a thin stripe, by the criterion of Appendix E."""
+    smallest, largest = torch.linalg.eigvalsh(rel_pos.inv_covariance().detach().double().cpu()).unbind(dim=-1)
+    degenerate = (largest < MIN_EIGENVALUE) | (largest > MAX_CONDITION * smallest)
+    return degenerate.nonzero().flatten().tolist()
+
+
+def prune_degenerate_heads(model: nn.Module) -> Dict[str, List[int]]:
+    """Remove degenerate heads from a model with the generalised quadratic encoding, in place.
+
+    The model is then a smaller one: `model.model_args()` tells its `num_heads`, a list where blocks differ, with which
+    `timm.create_model` makes it anew. Its parameters are new, so that an optimizer has to be made afterwards.
+
+    Returns:
+        Numbers of the heads removed, by name of the layer; a layer that has lost none is there with none.
+
+    Raises:
+        ValueError: If no layer has this encoding, or one that needs a head would lose all; the model is left as it was.
+    """
+    layers: Dict[str, Union[RelPosAttention, PositionalAttention]] = {}
+    pruned: Dict[str, List[int]] = {}
+    for name, module in model.named_modules():
+        rel_pos = getattr(module, 'rel_pos', None)
+        if isinstance(module, (RelPosAttention, PositionalAttention)) and isinstance(rel_pos, GeneralQuadraticRelPos):
+            layers[name], pruned[name] = module, degenerate_heads(rel_pos)
+    if not layers:
+        raise ValueError(f"{type(model).__name__} has no layer with rel_pos='quadratic_gen': only its heads can be "
+                         f'degenerate.')
+    for name, layer in layers.items():
+        if isinstance(layer, RelPosAttention) and len(pruned[name]) == layer.num_heads:
+            raise ValueError(
+                f'All {layer.num_heads} heads of {name} are degenerate, and it needs one: nothing was pruned.')
+    for name, layer in layers.items():
+        layer.keep_heads([head for head in range(layer.num_heads) if head not in pruned[name]])
+    return pruned
