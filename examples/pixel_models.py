@@ -23,8 +23,8 @@ from timing import training_times
 from timm_cmhsa.plots import plot_attention
 from two_phase import BATCH_SIZE, Stage, evaluate, train, write_whole
 
-from timm_cmhsa import head_statistics, prune_degenerate_heads
-from timm_cmhsa.analysis import attention_maps
+from timm_cmhsa import attention_maps, head_statistics, prune_degenerate_heads
+from timm_cmhsa.analysis import HeadStatistics
 
 NUM_TRAIN = 400
 TUNING_SEED = 100
@@ -66,8 +66,8 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add('--seeds', type=int, default=5, help='number of seeds (default: %(default)s)')
-    add('--epochs', type=int, default=60, help='default: %(default)s')
+    add('--seeds', type=int, default=3, help='number of seeds (default: %(default)s)')
+    add('--epochs', type=int, default=40, help='default: %(default)s')
     add('--output', type=Path, default=Path('output/pixel_models'), help='folder (default: %(default)s)')
     add('--learning-rates', type=float, nargs='+', default=[1e-3, 2e-3, 4e-3],
         help='that every model chooses from (default: %(default)s)')
@@ -123,24 +123,24 @@ def markdown(by_title: Dict[str, List[Dict[str, Any]]], rates: Dict[str, float])
         accuracy = spread([result['test']['top1'] for result in results])
         if title in models:
             params = sum(parameter.numel() for parameter in models[title].parameters()) / 1e6
-            lines.append(f'| {title} | {params:.2f} M | {rates[title]:g} | {accuracy} '
-                         f'| {1e3 * statistics.median(seconds[title]):.0f} |')
+            milliseconds = 1e3 * statistics.median(seconds[title])
+            lines.append(f'| {title} | {params:.2f} M | {rates[title]:g} | {accuracy} | {milliseconds:.0f} |')
         else:
             lines.append(f'| {title} | | | {accuracy} | |')
     pruned = [result['pruned'] for result in by_title['the same, pruned']]
     return '\n'.join(lines) + (
-        f'\n\nTop-1 on the test images, mean ± standard deviation over {len(pruned)} seeds. Degenerate heads, by layer, '
-        f'seed by seed: {", ".join(map(str, pruned))}.\n\n')
+        f'\n\nTop-1 on the test images, mean ± standard deviation over {len(pruned)} seeds. Degenerate heads by layer, '
+        f'of every seed: {", ".join(map(str, pruned))}.\n\n')
 
 
 def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
-    """How much like a convolution the heads are after training: means over heads, all seeds."""
+    """How much like a convolution the heads are after training: means over heads, of all seeds."""
     lines = ['| layer | ' + ' | '.join(title for title in runs if title != 'ResNet-18') + ' |']
     lines.append('|---|' + '---:|' * (len(runs) - 1))
     columns = []
     for title, each in runs.items():
         if title != 'ResNet-18':
-            layers: Dict[str, List[str]] = {}
+            layers: Dict[str, List[HeadStatistics]] = {}
             for run in each:
                 images = torch.stack([split_digits(run)[2][i][0] for i in range(64)])
                 for name, maps in attention_maps(load(run, output), images).items():
@@ -157,7 +157,8 @@ def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
 def pictures(run: Run, output: Path) -> None:
     """What the heads of the trained model look at, and how that changed in training."""
     folder = output / 'runs' / run.name / run.stage.name
-    checkpoints = sorted(folder.glob('checkpoint-*.pth.tar'), key=lambda path: int(path.name.split('-')[1].split('.')[0]))
+    checkpoints = sorted(
+        folder.glob('checkpoint-*.pth.tar'), key=lambda path: int(path.name.split('-')[1].split('.')[0]))
     images = torch.stack([split_digits(run)[2][i][0] for i in range(64)])
     plot_attention(checkpoints, output / 'pictures' / run.stage.name, images=images, html=True)
 

@@ -168,7 +168,8 @@ def train(
         model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.img_size),
         epochs=stage.epochs, batch_size=BATCH_SIZE, opt='adamw', lr=stage.lr, sched='cosine',
         warmup_epochs=stage.warmup_epochs, weight_decay=stage.weight_decay, smoothing=stage.smoothing, seed=seed)
-    saver = CheckpointSaver(model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=stage.checkpoint_hist)
+    saver = CheckpointSaver(
+        model, optimizer, args=checkpoint_args, checkpoint_dir=str(folder), max_history=stage.checkpoint_hist)
 
     last, history_file = folder / 'last.pth.tar', folder / 'history.json'
     start_epoch, history = 0, []
