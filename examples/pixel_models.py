@@ -67,9 +67,9 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('--seeds', type=int, default=3, help='number of seeds (default: %(default)s)')
-    add('--epochs', type=int, default=40, help='default: %(default)s')
+    add('--epochs', type=int, default=30, help='default: %(default)s')
     add('--output', type=Path, default=Path('output/pixel_models'), help='folder (default: %(default)s)')
-    add('--learning-rates', type=float, nargs='+', default=[1e-3, 2e-3, 4e-3],
+    add('--learning-rates', type=float, nargs='+', default=[1e-3, 3e-3],
         help='that every model chooses from (default: %(default)s)')
     args = parser.parse_args()
     if args.seeds < 1 or args.epochs < 1 or min(args.learning_rates) <= 0:
@@ -150,8 +150,8 @@ def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
                 for heads in layers.values()])
     lines += [f'| {layer + 1} | ' + ' | '.join(cells) + ' |' for layer, cells in enumerate(zip(*columns))]
     return '\n'.join(lines) + (
-        '\n\nOf the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and mean '
-        'distance of their centres from the query, in tokens.\n')
+        '\n\nOf the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and '
+        'mean distance of their centres from the query, in tokens.\n')
 
 
 def pictures(run: Run, output: Path) -> None:

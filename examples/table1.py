@@ -177,7 +177,7 @@ def plan(row: Row, rates: Dict[str, float], size: int, seed: int, images: int) -
     """The run of a row's last phase, with that of its first if there are two."""
     epochs = images // size * (2 if len(row.phases) == 1 else 1)
     # ViT-base's row has none of it, and no random crops either (`augment`)
-    regularisation = {} if row.deit else dict(weight_decay=0., smoothing=0.)
+    regularisation: Dict[str, Any] = {} if row.deit else dict(weight_decay=0., smoothing=0.)
 
     def run(phase: int, rate: float, **kwargs: Any) -> Run:
         model, model_args = row.phases[phase]

@@ -12,10 +12,11 @@ from timm.optim import create_optimizer_v2
 from timm.utils import AttentionExtract, reparameterize_model
 from torch import nn
 
-from timm_cmhsa import CmhsaAttn, CmhsaConv, conv2d_to_attention, patchify, unpatchify
+from timm_cmhsa import CmhsaAttn, CmhsaConv, conv2d_to_attention, patchify, save_for_hub, unpatchify
 from timm_cmhsa.construction import plan_heads
 
-TINY = ['test_cmhsa_conv_k3', 'test_cmhsa_conv_k5', 'test_cmhsa_attn']
+PHASES = ['test_cmhsa_conv_k3', 'test_cmhsa_conv_k5', 'test_cmhsa_attn']
+TINY = [*PHASES, 'test_pixel_attn']
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 
 
@@ -88,7 +89,7 @@ def test_forward_is_norm_then_pool_then_head(name):
     torch.testing.assert_close(model(x), model.head(model.norm(tokens).mean(dim=1)))
 
 
-@pytest.mark.parametrize('name', TINY)
+@pytest.mark.parametrize('name', PHASES)
 def test_patch_projection_starts_as_a_reshape(name):
     x = images(2, 8, 12)
     model = timm.create_model(name, img_size=(8, 12), patch_size=(2, 4), in_chans=2, hidden_chans=5)
@@ -115,7 +116,7 @@ def test_patch_projection_starts_as_a_reshape(name):
     dict(global_pool=''),
     dict(act_layer='silu', norm_layer='rmsnorm'),
 ])
-def test_arguments_of_both_phases(name, kwargs):
+def test_arguments_of_all_models(name, kwargs):
     model = timm.create_model(name, **kwargs)
     size = kwargs.get('img_size', 32)
     x = images(kwargs.get('in_chans', 3), *(size if isinstance(size, tuple) else (size, size)))
@@ -163,6 +164,47 @@ def test_heads_are_positive(kwargs):
         timm.create_model(ATTN, **kwargs)
 
 
+@pytest.mark.parametrize('name', [ATTN, 'test_pixel_attn'])
+def test_every_encoding_can_be_chosen(name):
+    for rel_pos in ('table', 'quadratic', 'quadratic_gen', 'learned', 'learned_content'):
+        model = timm.create_model(name, rel_pos=rel_pos, img_size=(24, 16))
+        assert {block.attn.rel_pos.name for block in model.blocks} == {rel_pos} == {model.model_args()['rel_pos']}
+        x = images(3, 24, 16)
+        model(x).mean().backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        model.set_input_size((16, 32))
+        other = timm.create_model(name, **model.model_args())
+        other.load_state_dict(model.state_dict())
+        torch.testing.assert_close(other.eval()(x[..., :16, :].repeat(1, 1, 1, 2)),
+                                   model.eval()(x[..., :16, :].repeat(1, 1, 1, 2)))
+    with pytest.raises(ValueError, match="rel_pos='cubic' is no relative position encoding: use 'table', "):
+        timm.create_model(name, rel_pos='cubic')
+
+
+@pytest.mark.parametrize('name', [ATTN, 'test_pixel_attn'])
+@pytest.mark.parametrize('rel_pos', ['table', 'quadratic', 'quadratic_gen', 'learned', 'learned_content'])
+def test_weights_of_every_encoding_load_at_another_size(name, rel_pos, tmp_path):
+    source = timm.create_model(name, rel_pos=rel_pos, img_size=(24, 16))
+    torch.save(source.state_dict(), tmp_path / 'weights.pth')
+    overlay = dict(file=str(tmp_path / 'weights.pth'), input_size=(3, 24, 16))
+    model = timm.create_model(
+        name, rel_pos=rel_pos, img_size=(16, 32), pretrained=True, pretrained_cfg_overlay=overlay)
+    source.set_input_size((16, 32))
+    for expected, actual in zip(source.state_dict().values(), model.state_dict().values()):
+        assert torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize('name', [ATTN, 'test_pixel_attn'])
+def test_blocks_can_differ_in_their_heads(name, tmp_path):
+    model, x = timm.create_model(name, num_heads=[1, 3, 2, 1]), images()
+    assert [block.attn.num_heads for block in model.blocks] == [1, 3, 2, 1] == model.model_args()['num_heads']
+    save_for_hub(model, tmp_path / 'model')
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True)
+    torch.testing.assert_close(loaded.eval()(x), model.eval()(x))
+    with pytest.raises(ValueError, match=r'num_heads=\[1, 3\] has 2 numbers for depth=4 blocks: give one for each'):
+        timm.create_model(name, num_heads=[1, 3])
+
+
 def test_even_kernels_are_refused():
     with pytest.raises(ValueError, match='use an odd size such as 3 or 5'):
         timm.create_model(CONV, kernel_size=4)
@@ -175,7 +217,7 @@ def test_dropout_rates_reach_their_layers(name):
     assert model.head_drop.p == 0.1
     assert model.blocks[0].attn.proj_drop.p == model.blocks[0].mlp.drop1.p == 0.2
     assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.4)
-    if name == ATTN:
+    if name not in (CONV, 'test_cmhsa_conv_k5'):
         assert model.blocks[0].attn.attn_drop.p == 0.3
     x = images()
     assert not torch.equal(model.train()(x), model(x))

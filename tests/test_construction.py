@@ -11,6 +11,7 @@ from torch import nn
 
 from timm_cmhsa import conv2d_to_attention, patchify, unpatchify
 from timm_cmhsa.construction import exact_sharpness, plan_heads
+from timm_cmhsa.rel_pos import POINTED
 
 
 def relative_error(actual, expected):
@@ -55,16 +56,40 @@ def convolutions(draw):
         groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), kernel, stride=stride, padding=padding,
         dilation=dilation, groups=groups, bias=draw(st.booleans()), padding_mode=padding_mode)
     head_dim = draw(st.sampled_from([None, None, 1, 5, 16, 64]))
-    return conv, patch, grid, head_dim
+    return conv, patch, grid, dict(head_dim=head_dim, rel_pos=draw(st.sampled_from(POINTED)))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(convolutions())
 def test_rewrite_is_exact(case):
-    conv, patch, grid, head_dim = case
-    assert rewrite_error(conv, patch, grid, head_dim=head_dim) <= 2e-6
-    assert rewrite_error(conv.double(), patch, grid, head_dim=head_dim) <= 1e-12
+    conv, patch, grid, kwargs = case
+    assert rewrite_error(conv, patch, grid, **kwargs) <= 2e-6
+    assert rewrite_error(conv.double(), patch, grid, **kwargs) <= 1e-12
+
+
+@pytest.mark.parametrize('rel_pos', ['quadratic', 'quadratic_gen'])
+@pytest.mark.parametrize('sharpness', [46., None])
+@pytest.mark.parametrize(('kernel_size', 'grid_size'), [(3, (16, 16)), (5, (7, 20)), (7, (1, 9))])
+def test_lemma_2_of_pixels(rel_pos, sharpness, kernel_size, grid_size):
+    """One head for every tap, centred on it; alpha = 46 is exact in float32, at the borders too."""
+    conv = nn.Conv2d(4, 6, kernel_size, padding=kernel_size // 2)
+    assert rewrite_error(conv, (1, 1), grid_size, rel_pos=rel_pos, sharpness=sharpness) <= 1e-6
+    attn = conv2d_to_attention(conv, 1, 16, rel_pos=rel_pos, sharpness=sharpness)
+    assert attn.num_heads == kernel_size ** 2
+    taps = itertools.product(range(-(kernel_size // 2), kernel_size // 2 + 1), repeat=2)
+    assert attn.rel_pos.center.tolist() == [list(map(float, tap)) for tap in taps]
+    alpha = attn.rel_pos.inv_covariance()[:, 0, 0] / 2
+    torch.testing.assert_close(alpha, torch.full_like(alpha, sharpness or exact_sharpness(256, torch.float32)))
+    torch.testing.assert_close(attn.rel_pos.zero_key_bias, -alpha / 2)
+
+
+def test_a_gaussian_needs_a_head_for_every_way_around_the_image():
+    conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode='circular')
+    assert conv2d_to_attention(conv, 1, 5).num_heads == 9
+    assert conv2d_to_attention(conv, 1, 5, rel_pos='quadratic').num_heads == 25  # 0, and -1, 4 and 1, -4, on each axis
+    with pytest.raises(ValueError, match='it takes 25 heads of 2'):
+        conv2d_to_attention(conv, 1, 5, num_heads=9, rel_pos='quadratic')
 
 
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])

@@ -283,6 +283,30 @@ def test_registered_thin_heads(kernel, used, tmp_path):
         assert_same_function(model, plain)
 
 
+@pytest.mark.parametrize('rel_pos', ['quadratic', 'quadratic_gen'])
+def test_quadratic_encodings(rel_pos, src, conv_model, tmp_path):
+    report = convert_checkpoint(src, tmp_path / 'converted', rel_pos=rel_pos)
+    assert report.max_error < 1e-5
+    model = timm.create_model(f"local-dir:{tmp_path / 'converted'}", pretrained=True)
+    assert {block.attn.rel_pos.name for block in model.blocks} == {rel_pos}
+    assert_same_function(conv_model, model)
+    assert main([str(src), str(tmp_path / 'other.pth'), '--rel-pos', rel_pos]) == 0
+    state_dict = convert_state_dict(conv_model.state_dict(), img_size=32, rel_pos=rel_pos)
+    written = torch.load(tmp_path / 'other.pth', weights_only=True)
+    assert written.keys() == state_dict.keys()
+    assert all(torch.equal(tensor, state_dict[name]) for name, tensor in written.items())
+
+
+@pytest.mark.parametrize('rel_pos', ['learned', 'cubic'])
+def test_encodings_that_cannot_express_a_convolution_are_refused(rel_pos, src, conv_model, tmp_path):
+    message = f"rel_pos='{rel_pos}' cannot express a convolution: use one of table, quadratic, quadratic_gen"
+    with pytest.raises(CheckpointError, match=message):
+        convert_checkpoint(src, tmp_path / 'converted', rel_pos=rel_pos)
+    with pytest.raises(CheckpointError, match=message):
+        convert_state_dict(conv_model.state_dict(), rel_pos=rel_pos)
+    assert not (tmp_path / 'converted').exists()
+
+
 def test_approximate(src, conv_model, tmp_path):
     """As exact as the heads allow, and it says how exact that is."""
     errors = []

@@ -4,13 +4,14 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from timm.layers import set_fused_attn
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import RelPosAttention
-from timm_cmhsa.rel_pos import RelPosTable, resize_bias_table
+from timm_cmhsa import RelPosAttention, token_mixers
+from timm_cmhsa.rel_pos import ENCODINGS, RelPosTable, create_rel_pos, resize_bias_table
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -26,6 +27,137 @@ def test_bias_table_keeps_every_offset_that_both_grids_know(grid, new_grid):
         known = abs(row) < grid[0] and abs(col) < grid[1]
         expected = table[(row + grid[0] - 1) * (2 * grid[1] - 1) + col + grid[1] - 1] if known else torch.zeros(2)
         assert torch.equal(actual, expected)
+
+
+def expected_bias(rel_pos, head, row, col, q):
+    """The bias of one head at one offset, by the formulas of the papers."""
+    offset = torch.tensor([row, col], dtype=torch.float64)
+    if rel_pos.name == 'table':
+        height, width = rel_pos.window_size
+        return rel_pos.relative_position_bias_table[(height - 1 - row) * (2 * width - 1) + width - 1 - col, head]
+    if rel_pos.name == 'quadratic':
+        return -rel_pos.inv_std[head] ** 2 / 2 * (offset - rel_pos.center[head]).norm() ** 2
+    if rel_pos.name == 'quadratic_gen':
+        inv_covariance = rel_pos.inv_std[head] @ rel_pos.inv_std[head].T
+        return -(offset - rel_pos.center[head]) @ inv_covariance @ (offset - rel_pos.center[head]) / 2
+    height, width = rel_pos.window_size
+    # embeddings are in the order of query minus key, as timm's tables are
+    embed = torch.cat([rel_pos.row_embed[height - 1 - row], rel_pos.col_embed[width - 1 - col]])
+    if rel_pos.name == 'learned':
+        return rel_pos.head_vector[head] @ embed
+    return q @ embed / len(embed) ** 0.5
+
+
+@pytest.mark.parametrize('name', ENCODINGS)
+@given(grid=pairs, num_heads=sizes, head_dim=st.integers(1, 5), zero_key=st.booleans(), seed=st.integers(0, 2 ** 16))
+@settings(max_examples=20)
+def test_bias_is_the_papers(name, grid, num_heads, head_dim, zero_key, seed):
+    torch.manual_seed(seed)
+    rel_pos = create_rel_pos(name, grid, num_heads, head_dim, zero_key, dtype=torch.float64)
+    for parameter in rel_pos.parameters():
+        nn.init.normal_(parameter)
+    q = torch.randn(2, num_heads, grid[0] * grid[1], head_dim, dtype=torch.float64)
+    bias = rel_pos.get_bias(q)
+    positions = list(itertools.product(range(grid[0]), range(grid[1])))
+    assert bias.shape == (2 if name == 'learned_content' else 1, num_heads, len(positions), len(positions) + zero_key)
+    for head in range(num_heads):
+        for i, j in itertools.product(range(len(positions)), repeat=2):
+            row, col = positions[j][0] - positions[i][0], positions[j][1] - positions[i][1]
+            expected = expected_bias(rel_pos, head, row, col, q[-1, head, i])
+            torch.testing.assert_close(bias[-1, head, i, j], expected, atol=1e-10, rtol=1e-10)
+    if zero_key:
+        assert torch.equal(bias[..., -1], rel_pos.zero_key_bias.view(1, -1, 1).expand_as(bias[..., -1]))
+
+
+@pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
+def test_offset_bias_is_in_the_order_of_offsets(name):
+    rel_pos = create_rel_pos(name, (3, 4), 2, 6)
+    by_offset = dict(zip(map(tuple, rel_pos.offsets(torch.device('cpu')).tolist()), rel_pos.offset_bias()))
+    assert set(by_offset) == set(itertools.product(range(-2, 3), range(-3, 4)))
+    bias = rel_pos.get_bias()
+    assert torch.equal(bias[0, :, 1, 6], by_offset[1, 1])
+    assert torch.equal(bias[0, :, 11, 0], by_offset[-2, -3])
+
+
+@pytest.mark.parametrize('name', ENCODINGS)
+@given(grid=pairs, new_grid=pairs)
+@settings(max_examples=20)
+def test_every_encoding_keeps_the_offsets_that_both_grids_know(name, grid, new_grid):
+    rel_pos = create_rel_pos(name, grid, 2, 4).requires_grad_(False)
+    nn.init.normal_(rel_pos.zero_key_bias)
+    q = torch.randn(1, 2, 1, 4)
+    before = rel_pos.get_bias(q.expand(1, 2, grid[0] * grid[1], 4))
+    rel_pos.set_window_size(new_grid)
+    assert rel_pos.window_size == new_grid
+    assert not any(parameter.requires_grad for parameter in rel_pos.parameters())
+    after = rel_pos.get_bias(q.expand(1, 2, new_grid[0] * new_grid[1], 4))
+    both = list(itertools.product(range(min(grid[0], new_grid[0])), range(min(grid[1], new_grid[1]))))
+    for (row, col), (key_row, key_col) in itertools.product(both, repeat=2):
+        torch.testing.assert_close(
+            after[..., row * new_grid[1] + col, key_row * new_grid[1] + key_col],
+            before[..., row * grid[1] + col, key_row * grid[1] + key_col])
+    assert torch.equal(after[..., 0, -1], before[..., 0, -1])
+
+
+@pytest.mark.parametrize('name', ENCODINGS)
+def test_attention_with_every_encoding_goes_everywhere(name):
+    attn, tokens = RelPosAttention(6, (2, 3), num_heads=2, head_dim=4, rel_pos=name).eval(), torch.randn(2, 6, 6)
+    expected = attn(tokens)
+    for form in (torch.jit.script(attn), torch.export.export(attn, (tokens,)).module(), torch.fx.symbolic_trace(attn),
+                 torch.compile(attn, backend='eager', fullgraph=True), copy.deepcopy(attn), attn.fuse()):
+        torch.testing.assert_close(form(tokens), expected)
+    set_fused_attn(False)
+    unfused = RelPosAttention(6, (2, 3), num_heads=2, head_dim=4, rel_pos=name).eval()
+    unfused.load_state_dict(attn.state_dict())
+    torch.testing.assert_close(unfused(tokens), expected)
+
+
+@pytest.mark.parametrize('name', ENCODINGS)
+def test_wide_heads_fold_whatever_the_encoding(name):
+    """Where the bias needs the queries there is nothing to fold; elsewhere the function is the same."""
+    attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=40, rel_pos=name), torch.randn(16, 6, 8)
+    assert attn.folding_pays(tokens) == (name != 'learned_content')
+    assert (attn.fuse() is attn) == (name == 'learned_content')
+    plain = copy.deepcopy(attn)
+    plain.qkv.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(attn(tokens), plain(tokens))
+
+
+@pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
+def test_attention_in_chunks_of_queries_is_the_same_with_the_same_gradients(name, monkeypatch):
+    attn = RelPosAttention(6, (3, 5), num_heads=2, head_dim=4, rel_pos=name, dtype=torch.float64)
+    x, weights = torch.randn(2, 15, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 15, 6)
+    results = []
+    for max_entries in (token_mixers.MAX_BIAS_ENTRIES, 4 * 2 * 16):  # 4 queries at a time
+        monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', max_entries)
+        assert attn.needs_chunks() == (max_entries == 128)
+        y = attn(x)
+        with torch.no_grad():
+            torch.testing.assert_close(attn(x), y)
+        results.append([y, *torch.autograd.grad((y * weights).sum(), [x, *attn.parameters()])])
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
+
+
+def test_unknown_encodings_and_those_that_cannot_be_pointed_are_told():
+    with pytest.raises(ValueError, match="use 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'"):
+        create_rel_pos('cubic', (2, 2), 1, 4)
+    with pytest.raises(ValueError, match="with rel_pos='learned': use 'table', 'quadratic' or 'quadratic_gen'"):
+        create_rel_pos('learned', (2, 2), 1, 4).point_head(0, [(0, 0)], 10.)
+    with pytest.raises(ValueError, match='depends on the queries'):
+        create_rel_pos('learned_content', (2, 2), 1, 4).offset_bias()
+
+
+def test_starts_are_the_papers():
+    """Appendix E: centres N(0, 2 I), square roots of inverse covariances near the identity."""
+    rel_pos = create_rel_pos('quadratic_gen', (4, 4), 4000, 8)
+    assert rel_pos.center.var().item() == pytest.approx(2, rel=0.1)
+    assert abs(rel_pos.center.mean().item()) < 0.1
+    noise = rel_pos.inv_std - torch.eye(2)
+    assert noise.std().item() == pytest.approx(0.01, rel=0.1)
+    rel_pos = create_rel_pos('quadratic', (4, 4), 4000, 8)
+    assert rel_pos.inv_std.mean().item() == pytest.approx(1, abs=1e-3)
+    assert rel_pos.inv_std.std().item() == pytest.approx(0.01, rel=0.1)
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def _watched(name: str, layer: Any, num_images: int, maps: Dict[str, AttentionMa
         zero_key = attn[..., -1] if attn.shape[-1] > num_tokens else None
         maps[name] = AttentionMaps(attn[..., :num_tokens], zero_key, layer.grid_size)
 
-    fused_attn = getattr(layer, 'fused_attn', False)
+    fused_attn = layer.fused_attn
     layer.fused_attn = False
     handle = layer.attn_drop.register_forward_hook(keep)
     try:

@@ -13,6 +13,7 @@ from .hub import PREFIXES, check_label_names, check_push, describe, upload
 from .hub_errors import HubError
 from .model_card import check_results
 from .phase1 import DTYPES
+from .rel_pos import POINTED
 from .version import __version__
 
 DESCRIPTION = '''\
@@ -156,6 +157,7 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
     add('--approximate', action='store_true',
         help='where the heads are too few, convert with the least error of heads that look at one offset each')
+    add('--rel-pos', choices=POINTED, default='table', help='relative position encoding (default: %(default)s)')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES,

@@ -27,6 +27,7 @@ from .phase1 import (
     load_conv,
     matching_model,
 )
+from .rel_pos import POINTED
 from .verify import LayerReport, load_images, verify
 from .version import __version__
 
@@ -110,6 +111,7 @@ def convert_state_dict(
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
         approximate: bool = False,
+        rel_pos: str = 'table',
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
@@ -123,7 +125,7 @@ def convert_state_dict(
         num_heads: Number of heads; by default 9, or as many as needed if `head_dim` is given or these are more (9 all
             the same where `approximate`).
         head_dim: Width of a head; by default that of a token.
-        sharpness, approximate: See `conv2d_to_attention`.
+        sharpness, approximate, rel_pos: See `conv2d_to_attention`.
 
     Returns:
         Tensors of a `CmhsaAttn`, of the same type.
@@ -135,7 +137,8 @@ def convert_state_dict(
     known = dict(img_size=img_size, patch_size=patch_size, in_chans=in_chans)
     args = infer_model_args(state_dict, {key: value for key, value in known.items() if value is not None})
     num_heads, head_dim = _choose_heads(args, (9, None), num_heads, head_dim, approximate)
-    return _rewrite(state_dict, args, num_heads, head_dim, sharpness, approximate)
+    _check_rel_pos(rel_pos)
+    return _rewrite(state_dict, args, num_heads, head_dim, sharpness, approximate, rel_pos)
 
 
 def _rewrite(
@@ -145,6 +148,7 @@ def _rewrite(
         head_dim: int,
         sharpness: Optional[float],
         approximate: bool,
+        rel_pos: str,
 ) -> Dict[str, torch.Tensor]:
     converted = {}
     with torch.random.fork_rng(devices=[]):
@@ -161,9 +165,14 @@ def _rewrite(
                 prefix = name.removesuffix('conv.weight')
                 conv = load_conv(tensor, state_dict[prefix + 'conv.bias'])
                 attn = conv2d_to_attention(
-                    conv, args['patch_size'], grid_size(args), num_heads, head_dim, sharpness, approximate)
+                    conv, args['patch_size'], grid_size(args), num_heads, head_dim, sharpness, approximate, rel_pos)
                 converted.update({prefix + key: value for key, value in attn.state_dict().items()})
     return converted
+
+
+def _check_rel_pos(rel_pos: str) -> None:
+    if rel_pos not in POINTED:
+        raise CheckpointError(f'rel_pos={rel_pos!r} cannot express a convolution: use one of {", ".join(POINTED)}.')
 
 
 def _choose_heads(
@@ -208,6 +217,7 @@ def convert_checkpoint(
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
         approximate: bool = False,
+        rel_pos: str = 'table',
         num_classes: Optional[int] = None,
         use_ema: bool = False,
         dtype: Optional[Union[str, torch.dtype]] = None,
@@ -230,7 +240,7 @@ def convert_checkpoint(
         num_heads: Number of heads; by default the model's, or as many as needed if `head_dim` is given or these are
             more (the model's all the same where `approximate`).
         head_dim: Width of a head; by default the model's: that of a token, if it is no model of thin heads.
-        sharpness, approximate: See `conv2d_to_attention`.
+        sharpness, approximate, rel_pos: See `conv2d_to_attention`.
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
         dtype: Type of the written tensors; by default the source's.
@@ -248,6 +258,7 @@ def convert_checkpoint(
         HubError: If the input cannot be had from the Hub. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
+    _check_rel_pos(rel_pos)
     path, dst = locate(src), Path(dst).resolve()
     check_destination(dst, path, force)
     source = read_checkpoint(path, use_ema)
@@ -255,7 +266,7 @@ def convert_checkpoint(
     if num_classes is not None and num_classes != args['num_classes']:
         raise CheckpointError(f"the checkpoint has {args['num_classes']} classes, where {num_classes} were expected.")
     architecture = model or matching_model(args)
-    attn_args = _attn_args(args, architecture, num_heads, head_dim, approximate)
+    attn_args = dict(_attn_args(args, architecture, num_heads, head_dim, approximate), rel_pos=rel_pos)
     state_dict = source.state_dict if dtype is None else _cast(source.state_dict, dtype)
 
     # Rounding to the written type is done by now: what is measured below, in full precision, is the rewrite alone.
@@ -264,7 +275,7 @@ def convert_checkpoint(
         sharpness = exact_sharpness(math.prod(grid_size(args)), compute_dtype)
     approximate = approximate and _heads_needed(args, None, attn_args['head_dim']) > attn_args['num_heads']
     converted = _rewrite(
-        state_dict, args, attn_args['num_heads'], attn_args['head_dim'], sharpness, approximate)
+        state_dict, args, attn_args['num_heads'], attn_args['head_dim'], sharpness, approximate, rel_pos)
     conv_model = CmhsaConv(**args, dtype=compute_dtype).eval()
     conv_model.load_state_dict(state_dict)
     attn_model = timm.create_model(

@@ -335,7 +335,8 @@ def _outline(config_file: Path) -> Optional[_Outline]:
 def _unwrap(model: nn.Module) -> Cmhsa:
     model = unwrap_model(model)
     if not isinstance(model, Cmhsa):
-        raise CheckpointError(f'a {type(model).__name__} is not a model of timm_cmhsa: give a CmhsaConv or CmhsaAttn.')
+        raise CheckpointError(
+            f'a {type(model).__name__} is not a model of timm_cmhsa: give a CmhsaConv, CmhsaAttn or PixelAttn.')
     try:
         made_again = timm.create_model(
             model.pretrained_cfg['architecture'], **_json_args(model), device=torch.device('meta'))

@@ -7,15 +7,23 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models._hub import generate_readme
 
 from .checkpoints import CheckpointError
-from .cmhsa import Cmhsa, CmhsaConv
+from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
+from .pixel import PixelAttn
 from .version import __version__
 
-PAPER = '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)'
+PAPERS = {
+    CmhsaConv: '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)',
+    CmhsaAttn: '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)',
+    PixelAttn: '[On the Relationship between Self-Attention and Convolutional Layers](https://arxiv.org/abs/1911.03584)',
+}
 DESCRIPTIONS = {
-    True: f'The first phase of {PAPER}: a Vision Transformer on raw image patches whose attention is replaced by a '
-          'convolution over the whole image. timm_cmhsa can rewrite it, exactly, as self-attention.',
-    False: f'The second phase of {PAPER}: a Vision Transformer on raw image patches with multi-head self-attention, '
-           'relative position bias and a zero key, which can express a convolution exactly, at the image borders too.',
+    CmhsaConv: 'The first phase of {paper}: a Vision Transformer on raw image patches whose attention is replaced by a '
+               'convolution over the whole image. timm_cmhsa can rewrite it, exactly, as self-attention.',
+    CmhsaAttn: 'The second phase of {paper}: a Vision Transformer on raw image patches with multi-head self-attention, '
+               'relative position bias and a zero key, which can express a convolution exactly, at the image borders '
+               'too.',
+    PixelAttn: 'A Vision Transformer on single pixels, or small patches of them, after {paper}: every head is as wide '
+               'as the output and attends by relative position.',
 }
 USAGE = '''
 Loading needs the package timm_cmhsa: its import makes the architecture known to timm.
@@ -33,12 +41,19 @@ with torch.no_grad():
     {output} = model(transform(image).unsqueeze(0)){function}
 ```
 '''
-CITATION = '''@article{li2021can,
+LI = '''@article{li2021can,
   title={Can Vision Transformers Perform Convolution?},
   author={Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui},
   journal={arXiv preprint arXiv:2111.01353},
   year={2021}
 }'''
+CORDONNIER = '''@inproceedings{cordonnier2020relationship,
+  title={On the Relationship between Self-Attention and Convolutional Layers},
+  author={Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin},
+  booktitle={International Conference on Learning Representations},
+  year={2020}
+}'''
+CITATIONS = {CmhsaConv: LI, CmhsaAttn: LI, PixelAttn: CORDONNIER}
 # Those arguments of train.py that say how a model was trained. None can be a path or the name of something private.
 TRAINING_ARGS = (
     'epochs', 'batch_size', 'world_size', 'grad_accum_steps', 'opt', 'opt_betas', 'momentum', 'lr', 'lr_base', 'sched',
@@ -71,18 +86,23 @@ def model_card(
     """
     results = check_results(results or {})
     classifies = model.num_classes > 0
+    kind = next(cls for cls in PAPERS if isinstance(model, cls))
     task = 'image-classification' if classifies else 'image-feature-extraction'
     content = generate_readme(
         {
-            'description': DESCRIPTIONS[isinstance(model, CmhsaConv)],
-            'details': {**_model_details(model, data_config), **(details or {}), **_closing_details(datasets, results)},
+            'description': DESCRIPTIONS[kind].format(paper=PAPERS[kind]),
+            'details': {
+                **_model_details(model, data_config),
+                **(details or {}),
+                **_closing_details(datasets, results, PAPERS[kind]),
+            },
             'usage': USAGE.format(
                 repo_id=repo_id,
                 mode={1: 'L', 2: 'LA', 3: 'RGB', 4: 'RGBA'}.get(model.in_chans, f'{model.in_chans} channels'),
                 output='probabilities' if classifies else 'features',
                 function='.softmax(dim=-1)' if classifies else '',
             ),
-            'citation': CITATION,
+            'citation': CITATIONS[kind],
         },
         model_name=repo_id.split('/')[-1],
     )
@@ -126,14 +146,17 @@ def _token_mixer(model: Cmhsa) -> str:
     args = model.model_args()
     if isinstance(model, CmhsaConv):
         return '{} x {} convolution'.format(*args['kernel_size'])
-    return f"self-attention, {args['num_heads']} heads of {args['head_dim']}"
+    num_heads, head_dim = args['num_heads'], args.get('head_dim', model.embed_dim)
+    heads = num_heads if isinstance(num_heads, int) else ', '.join(map(str, num_heads))
+    encoding = '' if args['rel_pos'] == 'table' else f", {args['rel_pos']} relative positions"
+    return f'self-attention, {heads} heads of {head_dim}{encoding}'
 
 
-def _closing_details(datasets: Sequence[str], results: Mapping[str, float]) -> Dict[str, Any]:
+def _closing_details(datasets: Sequence[str], results: Mapping[str, float], paper: str) -> Dict[str, Any]:
     closing: Dict[str, Any] = {'Dataset': list(datasets)} if datasets else {}
     if results:
         closing['Evaluation'] = {name: f'{value:g} %' for name, value in results.items()}
-    closing['Papers'] = PAPER
+    closing['Papers'] = paper
     closing['Made With'] = f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}'
     return closing
 

@@ -7,7 +7,7 @@ attend to whole tokens, and one matrix per head takes the place of its value and
 11): as many parameters as a convolution with a kernel of that many taps. The blocks are timm's, with normalisation
 before attention and MLP, where the authors' code has BERT's, with normalisation behind.
 """
-from typing import Any, Dict, Final, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from .patches import Size2d
 from .rel_pos import ENCODINGS, QuadraticRelPos, create_rel_pos
 from .token_mixers import add_attn_mask, plain_linear
 
+torch.fx.wrap('add_attn_mask')  # stays a leaf of fx graphs, in every module that calls it
+
 __all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
 
 
@@ -29,6 +31,7 @@ class PositionalAttention(nn.Module):
 
     Maps tokens of shape (B, N, dim) to the same shape.
     """
+    fused_attn = False  # there is nothing to fuse: one softmax serves the whole batch
 
     def __init__(
             self,
@@ -100,7 +103,6 @@ class PositionalContentAttention(PositionalAttention):
 
     Maps tokens of shape (B, N, dim) to the same shape.
     """
-    fused_attn: Final[bool]
 
     def __init__(
             self,
@@ -240,7 +242,7 @@ default_cfgs = generate_default_cfgs({
     'pixel_attn_16h_learned': _cfg(),
     'pixel_attn_16h_learned_content': _cfg(),
 
-    'test_pixel_attn': _cfg(),
+    'test_pixel_attn': _cfg(num_classes=1000),
 
     'resnet18_cifar': _cfg(pool_size=(4, 4), fixed_input_size=False, first_conv='conv1', classifier='fc'),
 })
@@ -305,7 +307,7 @@ def pixel_attn_16h_learned_content(pretrained: bool = False, **kwargs: Any) -> P
 @register_model
 def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ Attention on pixels, for unit tests. """
-    model_args = dict(img_size=32, patch_size=4, hidden_chans=3, num_classes=10, depth=4)
+    model_args = dict(img_size=32, patch_size=4, hidden_chans=3, depth=4)
     return _create_pixel_attn('test_pixel_attn', pretrained=pretrained, **dict(model_args, **kwargs))
 
 

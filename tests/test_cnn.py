@@ -1,0 +1,256 @@
+import copy
+import logging
+
+import pytest
+import timm
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from timm.layers import Conv2dSame, StdConv2d
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from timm_cmhsa import attend_convs, attended_convs, cnn, token_mixers
+from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d
+
+
+def natural(model):
+    """Give a model statistics and scales as after training, where each layer matters."""
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_var, 0.5, 2.)
+            nn.init.normal_(module.running_mean, std=0.3)
+        if hasattr(module, 'gamma'):
+            nn.init.uniform_(module.gamma, 0.5, 1.)
+    return model.eval()
+
+
+def logits_error(model, expected, x):
+    with torch.no_grad():
+        y, z = expected(x), model(x)
+    assert y.abs().max() > 1e-2
+    return ((z - y).abs().max() / y.abs().max()).item()
+
+
+@pytest.mark.parametrize(('name', 'names', 'size', 'num_replaced'), [
+    ('resnet18', '*', (3, 64, 64), 17),
+    ('resnet18', '*', (3, 50, 70), 17),  # maps that strides do not divide
+    ('resnet50', 'layer4.*', (3, 224, 224), 3),
+    ('convnext_atto', '*conv_dw', (3, 64, 64), 12),
+    ('convnext_atto', '*', (3, 64, 64), 16),
+    ('tf_mobilenetv3_small_minimal_100', '*', (3, 64, 64), 12),  # TensorFlow's padding
+    ('inception_v3', '*_7a.*', (3, 128, 128), 4),  # no padding
+    ('densenet121', ['features.conv0', 'features.denseblock4.*'], (3, 64, 64), 17),
+])
+def test_logits_are_equal_to_rounding(name, names, size, num_replaced):
+    model = natural(timm.create_model(name, num_classes=10))
+    expected, x = copy.deepcopy(model), torch.randn(2, *size)
+    assert attend_convs(model, names, size) is model
+    assert len(attended_convs(model)) == num_replaced
+    assert sum(isinstance(module, AttendedConv2d) for module in model.modules()) == num_replaced
+    assert logits_error(model, expected, x) <= 5e-6
+
+
+@st.composite
+def convolutions(draw):
+    """Any convolution, of one or two dimensions, and the size of a map for it."""
+    dims = draw(st.integers(1, 2))
+    size, kernel, stride, dilation, padding = (
+        draw(st.tuples(*[st.integers(low, high)] * dims)) for low, high in ((3, 9), (1, 5), (1, 3), (1, 2), (0, 3)))
+    assume(max(kernel) > 1)
+    assume(all(s + 2 * p >= d * (k - 1) + 1 for s, p, d, k in zip(size, padding, dilation, kernel)))
+    groups = draw(st.integers(1, 2))
+    conv_class = draw(st.sampled_from([nn.Conv2d, Conv2dSame])) if dims == 2 else nn.Conv1d
+    kwargs = {} if conv_class is Conv2dSame else dict(padding=padding)
+    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+    conv = conv_class(
+        groups * draw(st.integers(1, 2)), groups * 2, kernel, stride=stride, dilation=dilation, groups=groups,
+        bias=draw(st.booleans()), **kwargs)
+    return conv, size, draw(st.integers(1, 4)), draw(st.sampled_from(['table', 'quadratic']))
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(convolutions())
+def test_every_convolution_is_replaced_exactly(case):
+    """Sizes that no patch or stride divides, padding that keeps the size or not: the maps are what they were."""
+    conv, size, patch_size, rel_pos = case
+    x = torch.randn(2, conv.in_channels, *size)
+    expected = conv(x)
+    model = attend_convs(nn.Sequential(conv), '*', x.shape[1:], patch_size, rel_pos)
+    assert isinstance(model[0], AttendedConv1d if isinstance(conv, nn.Conv1d) else AttendedConv2d)
+    actual = model(x)
+    assert actual.shape == expected.shape
+    assert (actual - expected).abs().max() <= 2e-6 * expected.abs().max().clamp(min=1e-3)
+
+
+def test_circular_padding_is_replaced_where_patches_fit():
+    conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode='circular')
+    x = torch.randn(1, 2, 6, 8)
+    model = attend_convs(nn.Sequential(conv), '*', (2, 6, 8), patch_size=2)
+    torch.testing.assert_close(model(x), conv(x), atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match='Circular padding has to keep the size of the map, in whole patches'):
+        attend_convs(nn.Sequential(conv), '*', (2, 6, 8), patch_size=4)
+
+
+def test_model_trains_saves_and_loads(tmp_path):
+    """All parameters of the attention get gradients, and a state dict fits a model that was rewritten alike."""
+    torch.manual_seed(0)
+    model = attend_convs(timm.create_model('resnet18', num_classes=4), 'layer[34].*', (3, 64, 64))
+    assert model.training
+    x, targets = torch.randn(8, 3, 64, 64), torch.arange(8) % 4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    losses = []
+    for _ in range(6):
+        loss = nn.functional.cross_entropy(model(x), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        assert all(parameter.grad is not None for parameter in model.parameters())
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+    torch.save(model.state_dict(), tmp_path / 'model.pth')
+    other = attend_convs(timm.create_model('resnet18', num_classes=4), 'layer[34].*', (3, 64, 64))
+    other.load_state_dict(torch.load(tmp_path / 'model.pth', weights_only=True))
+    torch.testing.assert_close(other.eval()(x), model.eval()(x))
+    torch.save(model, tmp_path / 'whole.pt')
+    torch.testing.assert_close(torch.load(tmp_path / 'whole.pt', weights_only=False)(x), model(x))
+
+
+def test_gradients_reach_the_rest_of_the_model_as_before():
+    model = natural(timm.create_model('resnet18', num_classes=4)).double()
+    attended, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64, dtype=torch.float64)
+    attend_convs(attended, 'layer2.*', (3, 64, 64))
+    gradients = []
+    for each in (model, attended):
+        each(x).square().sum().backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters() if 'layer2' not in name})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-9, rtol=1e-7)
+
+
+def test_report_tells_what_was_replaced_and_what_it_costs(caplog):
+    model = timm.create_model('resnet18')
+    with caplog.at_level(logging.INFO, 'timm_cmhsa'):
+        attend_convs(model, ['conv1', 'layer4.1.conv2'], (3, 64, 64))
+    stem, last = attended_convs(model)
+    assert (stem.name, stem.convolution, stem.grid_size) == ('conv1', '7x7, stride 2', (32, 32))
+    assert (last.num_heads, last.head_dim, last.convolution) == (9, 512, '3x3')
+    assert last.params == (9 * 512 ** 2, sum(p.numel() for p in model.layer4[1].conv2.parameters()))
+    assert last.macs[0] == 9 * 512 ** 2 * 4
+    assert stem.macs[0] == 7 * 7 * 3 * 64 * 32 * 32
+    assert stem.macs[1] > 2 * 32 ** 4 * stem.num_heads * stem.head_dim
+    table = str(attended_convs(model))
+    assert len(table.splitlines()) == 4
+    assert table in caplog.text
+    assert attended_convs(timm.create_model('resnet18')) == []
+
+
+@pytest.mark.parametrize('num_patches', [4, 64])
+def test_multiply_accumulates_are_those_of_the_layer(num_patches):
+    """The count of the report is what PyTorch counts, up to the zero key and the padding of folded keys."""
+    side = int(num_patches ** 0.5)
+    model = attend_convs(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)), '*', (32, side, side))
+    layer, = attended_convs(model)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 32, side, side))
+    assert layer.macs[1] == pytest.approx(counter.get_total_flops() / 2, rel=0.35)
+
+
+class Odd(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.reflect = nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect')
+        self.standardised = StdConv2d(3, 3, 3, padding=1)
+        self.unused = nn.Conv2d(3, 3, 3)
+        self.shared = nn.Conv2d(3, 3, 3, padding=1)
+        self.pixelwise = nn.Conv2d(3, 3, 1)
+        self.plain = nn.Conv2d(3, 3, 3, padding=1)
+        self.twin = self.plain
+
+    def forward(self, x):
+        x = self.pixelwise(self.standardised(self.reflect(x)))
+        return self.twin(self.plain(self.shared(x))) + self.shared(x[..., ::2, ::2]).mean()
+
+
+def test_what_no_attention_can_express_is_kept_and_told(caplog):
+    model, x = Odd(), torch.randn(1, 3, 8, 8)
+    expected = model(x)
+    with caplog.at_level(logging.WARNING, 'timm_cmhsa'):
+        attend_convs(model, input_size=(3, 8, 8))
+    torch.testing.assert_close(model(x), expected, atol=1e-5, rtol=1e-5)
+    assert isinstance(model.plain, AttendedConv2d)
+    assert model.twin is model.plain, 'one convolution under two names is one attention under both'
+    warnings = {record.args[0]: record.args[1] for record in caplog.records}
+    assert "padding_mode='reflect'" in warnings['reflect']
+    assert 'got StdConv2d' in warnings['standardised']
+    assert warnings['unused'] == 'It is not called.'
+    assert warnings['shared'] == 'It is called with maps of 2 sizes.'
+    assert set(warnings) == {'reflect', 'standardised', 'unused', 'shared'}
+
+
+@pytest.mark.parametrize(('model', 'kwargs', 'message'), [
+    ('resnet18', dict(names='layer9.*'), r"ResNet has no convolution larger than one pixel named 'layer9\.\*'"),
+    ('resnet18', dict(names='*downsample*'), 'no convolution larger than one pixel'),
+    ('resnet18', dict(input_size=(1, 64, 64)), r'does not run with input_size=\(1, 64, 64\)'),
+    ('resnet18', dict(input_size=(3, 64, 64), rel_pos='learned'), 'None of 17 convolutions .* cannot be rewritten'),
+    ('resnet18', dict(input_size=(3, 64, 64), patch_size=0), 'patch_size=0 must be positive'),
+    (None, {}, r'Sequential does not tell its input size: give input_size=\(C, H, W\)'),
+])
+def test_bad_input_gets_one_line_and_changes_nothing(model, kwargs, message):
+    model = nn.Sequential(nn.Conv2d(3, 3, 3)) if model is None else timm.create_model(model)
+    before = list(model.named_modules())
+    with pytest.raises(ValueError, match=message) as error:
+        attend_convs(model, **kwargs)
+    assert len(str(error.value).splitlines()) == 1
+    assert list(model.named_modules()) == before
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(module.training for module in model.modules())
+
+
+def test_another_size_than_it_was_made_for_is_told():
+    model = attend_convs(timm.create_model('resnet18', num_classes=3), 'layer4.*', (3, 64, 64)).eval()
+    with pytest.raises(ValueError, match='made for maps of 4 x 4, this one has 5 x 5: call attend_convs'):
+        model(torch.randn(1, 3, 80, 80))
+
+
+def test_frozen_and_half_precision_convolutions_stay_so():
+    model = timm.create_model('resnet18', num_classes=3).eval()
+    model.layer4.requires_grad_(False)
+    expected = copy.deepcopy(model)
+    attend_convs(model, 'layer4.*', (3, 64, 64))
+    assert not any(parameter.requires_grad for parameter in model.layer4.parameters())
+    half = attend_convs(expected.bfloat16(), 'layer4.1.*', (3, 64, 64))
+    assert half.layer4[1].conv1.attn.qkv.weight.dtype == torch.bfloat16
+    x = torch.randn(2, 3, 64, 64)
+    scale = model(x).abs().max()
+    assert (half(x.bfloat16()) - model(x)).abs().max() <= 0.05 * scale
+
+
+def test_large_maps_attend_in_chunks(monkeypatch):
+    model = natural(timm.create_model('resnet18', num_classes=3))
+    expected, x = copy.deepcopy(model), torch.randn(1, 3, 64, 64)
+    attend_convs(model, '*', (3, 64, 64))
+    monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', 2 ** 18)
+    assert model.conv1.attn.needs_chunks()
+    assert logits_error(model, expected, x) <= 5e-6
+
+
+def test_attended_model_is_traced_and_fused_like_others():
+    model = natural(timm.create_model('resnet18', num_classes=3))
+    x = torch.randn(2, 3, 64, 64)
+    attend_convs(model, 'layer4.*', (3, 64, 64))
+    expected = model(x)
+    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-5, rtol=1e-5)
+    fused = timm.utils.reparameterize_model(model)
+    assert sum(p.numel() for p in fused.parameters()) < sum(p.numel() for p in model.parameters())
+    torch.testing.assert_close(fused(x), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_widths_of_heads_are_chosen_by_their_cost():
+    """Few heads as wide as a patch where softmaxes cost most, many as wide as a pixel elsewhere."""
+    stem, late = nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.Conv2d(256, 512, 3, stride=2, padding=1)
+    assert cnn._cheapest_head_dim(stem, (2, 2), (112, 112)) == 12
+    assert cnn._cheapest_head_dim(late, (2, 2), (7, 7)) == 256
