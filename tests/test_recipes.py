@@ -8,11 +8,13 @@ import timm
 import torch
 import yaml
 from recipes import DEFAULT_RATES, PAPER_RATES, Machine, epochs_done, search_rates, train
+from timm.optim import create_optimizer_v2
 
 import timm_cmhsa  # noqa: F401  registers the models
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'
 RECIPES = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob('cifar100/*.yaml')}
+CIFAR10 = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob('cifar10/*.yaml')}
 OWN = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob('imagefolder/*.yaml')}
 DEIT = dict(
     aa='rand-m9-mstd0.5-inc1', color_jitter=0.3, train_interpolation='bicubic', aug_repeats=3, mixup=0.8, cutmix=1.0,
@@ -131,3 +133,24 @@ def test_search_finds_the_best_rate_of_every_phase(clone):
     assert search_rates(machine, ('deit_base',), 1) == (5e-4,)
     assert search_rates(machine, ('cmhsa_conv_k3', 'cmhsa_attn'), 1) == (5e-4, 3e-5)
     assert len(list((clone / 'output').glob('cmhsa_attn-*'))) == len(PAPER_RATES[1])
+
+
+def test_pixel_recipes_are_table_2():
+    assert set(CIFAR10) == {'pixel_attn', 'resnet18'}
+    expected = dict(
+        dataset='torch/cifar10', num_classes=10, epochs=300, batch_size=100, lr=0.1, weight_decay=1e-4, momentum=0.9,
+        opt='momentum', sched='cosine', min_lr=0.0, warmup_epochs=15, smoothing=0.0, mixup=0.0,
+        device_modules=['timm_cmhsa'])
+    for recipe in CIFAR10.values():
+        assert {key: recipe.get(key) for key in expected} == expected
+        assert all(type(recipe[key]) is type(value) for key, value in expected.items())
+        assert timm.is_model(recipe['model'])
+    dropout = {'model', 'model_kwargs', 'drop', 'checkpoint_hist'}
+    pixel, resnet = ({k: v for k, v in recipe.items() if k not in dropout} for recipe in CIFAR10.values())
+    assert pixel == resnet
+    recipe = CIFAR10['pixel_attn']
+    model = timm.create_model(recipe['model'], drop_rate=recipe['drop'], **recipe['model_kwargs'])
+    block = model.blocks[0]
+    assert block.attn.attn_drop.p == block.attn.proj_drop.p == block.mlp.drop2.p == model.head_drop.p == 0.1
+    assert type(create_optimizer_v2(model, recipe['opt'], lr=1., momentum=0.9)) is torch.optim.SGD
+    assert not create_optimizer_v2(model, recipe['opt'], lr=1.).defaults['nesterov']

@@ -296,3 +296,20 @@ def test_table_at_paper_scale(few, tmp_path):
     started = time.time()
     assert table in run(*command)
     assert all(path.stat().st_mtime < started for path in tmp_path.glob('out/cifar100/*/*'))
+
+
+def test_pixel_recipe(few, tmp_path):
+    """The recipe for CIFAR-10, on other images and with a small model: it trains, and resumes."""
+    recipe = tmp_path / 'recipe.yaml'
+    content = yaml.safe_load((EXAMPLES / 'cifar10/pixel_attn.yaml').read_text())
+    content = {key: value for key, value in content.items() if 'dataset' not in key}
+    recipe.write_text(yaml.safe_dump({**content, 'amp': DEVICE == 'cuda'}))
+    for epochs in (1, 2):
+        resume = ['--resume', tmp_path / 'pixel/last.pth.tar'] if epochs == 2 else []
+        run(CLONE / 'train.py', '--config', recipe, '--data-dir', few, '--model', 'test_pixel_attn', '--epochs', epochs,
+            '--warmup-epochs', 0, '-b', 20, '--img-size', 16, '--model-kwargs', 'img_size=16', 'rel_pos=quadratic_gen',
+            'num_heads=[3,2,3,1]', '--device', DEVICE, '-j', 1, '--output', tmp_path, '--experiment', 'pixel', *resume)
+    rows = list(csv.DictReader((tmp_path / 'pixel/summary.csv').open()))
+    assert [row['epoch'] for row in rows if row['epoch'].isdigit()] == ['0', '1']
+    state_dict = weights(tmp_path / 'pixel/last.pth.tar')
+    assert state_dict['blocks.3.attn.rel_pos.center'].shape == (1, 2)
