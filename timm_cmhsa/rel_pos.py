@@ -26,6 +26,8 @@ class RelPos(nn.Module):
     name: str
     depends_on_queries = False
     window_size: Tuple[int, int]
+    offsets: torch.Tensor
+    position: torch.Tensor
     zero_key_bias: Optional[nn.Parameter]
     __jit_ignored_attributes__ = ('_cached',)
 
@@ -49,15 +51,35 @@ class RelPos(nn.Module):
         self.window_size, self.num_heads = window_size, num_heads
         zero_key_bias = torch.empty(num_heads, device=device, dtype=dtype)
         self.zero_key_bias = nn.Parameter(zero_key_bias) if zero_key else None
+        self._register_offsets(device)
         self._cached: Optional[CachedBias] = None
+
+    def _register_offsets(self, device: Any) -> None:
+        """Every offset, key minus query, from (h - 1, w - 1) down to (1 - h, 1 - w), and where to find it.
+
+        Offset number `position[query] - position[key] + middle` leads from a query to a key. That number for all pairs
+        is not kept: of a map of thousands of pixels, it would be larger than the model.
+        """
+        height, width = self.window_size
+        rows, cols = torch.arange(1 - height, height, device=device), torch.arange(1 - width, width, device=device)
+        offsets = torch.stack(torch.meshgrid(-rows, -cols, indexing='ij'), dim=-1).flatten(0, 1)
+        position = (rows[height - 1:, None] * (2 * width - 1) + cols[width - 1:]).flatten()
+        self.register_buffer('offsets', offsets, persistent=False)
+        self.register_buffer('position', position, persistent=False)
 
     def reset_parameters(self) -> None:
         if self.zero_key_bias is not None:
             nn.init.zeros_(self.zero_key_bias)
+        self.init_non_persistent_buffers()
+
+    def init_non_persistent_buffers(self) -> None:
+        """Fill what no checkpoint holds, after a model was made without memory (timm's protocol)."""
+        self._register_offsets(self.position.device)
 
     def set_window_size(self, window_size: Tuple[int, int]) -> None:
         """Change the grid. An offset means the same at any grid size: what both grids know of it is kept."""
         self.window_size = window_size
+        self._register_offsets(self.position.device)
         self._cached = None
 
     def offset_bias(self) -> torch.Tensor:
@@ -79,29 +101,13 @@ class RelPos(nn.Module):
     def gather_bias(self, start: int = 0, stop: Optional[int] = None) -> torch.Tensor:
         """The bias of the queries from start to stop, by default of all."""
         # by rows of one head each: several times as fast as by offsets, backward above all
-        bias = self.offset_bias()
-        index = self.offset_index(start, stop, bias.device)
+        middle = self.window_size[0] * (2 * self.window_size[1] - 1) - self.window_size[1]
+        bias, index = self.offset_bias(), (self.position[start:stop] + middle).unsqueeze(1) - self.position
         zero_key_bias = self.zero_key_bias
         if zero_key_bias is not None:
             bias, index = torch.cat([zero_key_bias.unsqueeze(0), bias]), F.pad(index + 1, [0, 1])
         bias = bias.t()
         return bias.index_select(1, index.flatten()).view(1, bias.shape[0], index.shape[0], index.shape[1])
-
-    def offset_index(self, start: int, stop: Optional[int], device: torch.device) -> torch.Tensor:
-        """Which of the `offsets` leads from queries start to stop to every key: shape (stop - start, N)."""
-        # not kept: of a map of thousands of pixels, it would be larger than the model
-        height, width = self.window_size
-        key = torch.arange(height * width, device=device)
-        key = key + torch.div(key, width, rounding_mode='floor') * (width - 1)  # rows of 2w - 1, as offsets have
-        query = key[start:stop].unsqueeze(1) + (height - 1) * (2 * width - 1) + width - 1
-        return query - key
-
-    def offsets(self, device: torch.device) -> torch.Tensor:
-        """Every offset, key minus query, from (h - 1, w - 1) down to (1 - h, 1 - w): shape (num_offsets, 2)."""
-        height, width = self.window_size
-        index = torch.arange((2 * height - 1) * (2 * width - 1), device=device)
-        row = torch.div(index, 2 * width - 1, rounding_mode='floor')
-        return torch.stack([height - 1 - row, width - 1 - index % (2 * width - 1)], dim=-1)
 
     @torch.jit.unused
     def cached_bias(self) -> torch.Tensor:
@@ -191,8 +197,8 @@ class RelPosTable(RelPos):
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
         assert self.zero_key_bias is not None
-        device = self.zero_key_bias.device
-        wanted = (self.offsets(device).unsqueeze(1) == torch.tensor(offsets, device=device)).all(dim=-1).any(dim=1)
+        numbers = torch.tensor(offsets, device=self.offsets.device)
+        wanted = (self.offsets.unsqueeze(1) == numbers).all(dim=-1).any(dim=1)
         self.relative_position_bias_table[:, head] = wanted * sharpness
         self.zero_key_bias[head] = sharpness / 2
 
@@ -231,11 +237,10 @@ class QuadraticRelPos(RelPos):
 
     def inv_covariance(self) -> torch.Tensor:
         """Inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""
-        unit = torch.eye(2, device=self.inv_std.device, dtype=self.inv_std.dtype)
-        return self.inv_std.square().view(-1, 1, 1) * unit
+        return torch.diag_embed(self.inv_std.square().unsqueeze(1).expand(-1, 2))
 
     def offset_bias(self) -> torch.Tensor:
-        distance = self.offsets(self.center.device).unsqueeze(1).to(self.center.dtype) - self.center
+        distance = self.offsets.unsqueeze(1).to(self.center.dtype) - self.center
         products = distance.unsqueeze(-1) * distance.unsqueeze(-2)  # element by element: never in half precision by AMP
         return -(products * self.inv_covariance()).sum(dim=[-2, -1]) / 2
 
@@ -338,19 +343,15 @@ class LearnedContentRelPos(LearnedRelPos):
         half = self.row_embed.shape[1]
         q = q * D ** -0.5
         # the embeddings of all keys' rows and columns, for every row and column that a query can be in
-        row_embed = self.row_embed[self._axis_index(height)]
-        col_embed = self.col_embed[self._axis_index(width)]
-        row = torch.einsum('bnhwd,hkd->bnhwk', q[..., :half].reshape(B, H, height, width, -1), row_embed)
-        col = torch.einsum('bnhwd,wkd->bnhwk', q[..., half:].reshape(B, H, height, width, -1), col_embed)
+        row_embed = self.row_embed.unfold(0, height, 1).flip(-1)
+        col_embed = self.col_embed.unfold(0, width, 1).flip(-1)
+        row = torch.einsum('bnhwd,hdk->bnhwk', q[..., :half].reshape(B, H, height, width, -1), row_embed)
+        col = torch.einsum('bnhwd,wdk->bnhwk', q[..., half:].reshape(B, H, height, width, -1), col_embed)
         bias = (row.unsqueeze(-1) + col.unsqueeze(-2)).reshape(B, H, N, N)
         zero_key_bias = self.zero_key_bias
         if zero_key_bias is not None:
             bias = torch.cat([bias, zero_key_bias.view(1, H, 1, 1).expand(B, H, N, 1)], dim=-1)
         return bias
-
-    def _axis_index(self, size: int) -> torch.Tensor:
-        position = torch.arange(size, device=self.row_embed.device)
-        return position.unsqueeze(1) - position + size - 1
 
     def offset_bias(self) -> torch.Tensor:
         raise ValueError("The bias of rel_pos='learned_content' depends on the queries: call get_bias(q).")
