@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from .analysis import AttentionMaps, attention_layers, attention_maps
+from .analysis import AttentionMaps, attention_maps
 from .images import to_pixels
 from .pixel import PositionalAttention, PositionalContentAttention
-from .plot_data import PlotError, num_weights
+from .plot_data import PlotError, layers_to_draw, num_weights
 
 NUM_IMAGES = 4  # that make a page worth to look at
 MAX_PAGE_BYTES = 64 * 2 ** 20
@@ -39,10 +39,9 @@ def explorer_html(
         The page, with everything in it.
 
     Raises:
-        PlotError: If the page would be too large.
-        ValueError: If the model has no such layer.
+        PlotError: If the page would be too large, or the model has no such layer.
     """
-    shown = {name: layer for name, layer in attention_layers(model).items() if layers is None or name in layers}
+    shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
     _check_size(shown, len(images))
     contents: Dict[str, Dict[str, Any]] = {}
     for image in images.split(1):

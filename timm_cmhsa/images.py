@@ -61,7 +61,7 @@ def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:
     """Colours of a model's input images of shape (B, C, H, W): (B, H, W, 3), uint8."""
     config = data_config(model)
     mean, std = (images.new_tensor(config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
-    pixels = images * std + mean
+    pixels = images.float() * std + mean
     if pixels.shape[1] != 3:
         pixels = pixels.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
-    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()

@@ -22,11 +22,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         args = parser.parse_args(argv)
     except ValueError:  # of timm's ParseKwargs
-        parser.error('--model-kwargs takes NAME=VALUE')
+        parser.error('argument --model-kwargs: expected NAME=VALUE')
     try:
         from .plots import plot_attention
     except ModuleNotFoundError as e:
-        if e.name != 'matplotlib':
+        if e.name is None or e.name.split('.')[0] != 'matplotlib':
             raise
         return _fail("matplotlib is missing: pip install 'timm_cmhsa[plots]'")
     try:

@@ -1,7 +1,5 @@
 """What pictures of attention are made of: models of checkpoints, images, and what the heads do with these."""
-import contextlib
 import math
-import os
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -121,10 +119,12 @@ def checkpoint_titles(paths: Sequence[PathLike]) -> List[str]:
 def choose_images(images: Optional[Union[torch.Tensor, PathLike]], model: nn.Module, num_images: int) -> Images:
     """Input of a model: that which is given, or from a folder, or else random noise."""
     if images is None:
-        return noise_images(model)
-    if isinstance(images, torch.Tensor):
-        return Images(images, [f'image {i + 1}' for i in range(len(images))], _count(len(images)))
-    return load_images(Path(images), model, num_images)
+        chosen = noise_images(model)
+    elif isinstance(images, torch.Tensor):
+        chosen = Images(images, [f'image {i + 1}' for i in range(len(images))], _count(len(images)))
+    else:
+        chosen = load_images(Path(images), model, num_images)
+    return chosen._replace(pixels=chosen.pixels.to(next(model.parameters())))  # its device and type
 
 
 def load_images(folder: Path, model: nn.Module, num_images: int) -> Images:
@@ -181,10 +181,12 @@ def take_snapshot(
     Raises:
         PlotError: If the model has no attention, or not this layer, or the query is outside the image.
     """
-    check_layer(model, layer)
+    drawn = layers_to_draw(model)
+    if layer is not None and layer not in drawn:
+        raise PlotError(f'there is no attention layer {layer!r}: choose one of {", ".join(drawn)}.')
     maps, statistics = mean_attention(model, images)
     encodings = gaussians(model)
-    names = list(maps) if layer is None else [layer]
+    names = [name for name in maps if name in drawn] if layer is None else [layer]
     return Snapshot(
         title,
         {name: attention_from(maps[name], query) for name in names},
@@ -193,18 +195,19 @@ def take_snapshot(
     )
 
 
-def check_layer(model: nn.Module, layer: Optional[str]) -> None:
-    """Refuse what cannot be drawn, before any work is done.
+def layers_to_draw(model: nn.Module) -> Dict[str, Any]:
+    """Attention layers that have heads, by name.
 
     Raises:
-        PlotError: If the model has no attention, or not this layer.
+        PlotError: If the model has none.
     """
     try:
-        names = list(attention_layers(model))
+        layers = {name: layer for name, layer in attention_layers(model).items() if layer.num_heads}
     except ValueError as e:
         raise PlotError(str(e)) from e
-    if layer is not None and layer not in names:
-        raise PlotError(f'there is no attention layer {layer!r}: choose one of {", ".join(names)}.')
+    if not layers:
+        raise PlotError('no attention layer of the model has a head to look at.')
+    return layers
 
 
 def mean_attention(
@@ -222,8 +225,7 @@ def mean_attention(
     Returns:
         Mean maps, as of one image, and statistics, both by name of the layer.
     """
-    num_entries = sum(num_weights(layer) for layer in attention_layers(model).values())
-    batch_size = max(MAX_WEIGHTS // max(num_entries, 1), 1)
+    batch_size = max(MAX_WEIGHTS // sum(num_weights(layer) for layer in layers_to_draw(model).values()), 1)
     sums: Dict[str, AttentionMaps] = {}
     entropies: Dict[str, torch.Tensor] = {}
     for batch in images.split(batch_size):
@@ -272,18 +274,22 @@ def attention_from(maps: AttentionMaps, query: Tuple[float, float] = CENTER) -> 
     """
     row, col = patch_at(query, maps.grid_size)
     index = row * maps.grid_size[1] + col
-    zero_key = None if maps.zero_key is None else maps.zero_key[:, :, index].mean(dim=0)
-    return QueryAttention(
-        maps.weights[:, :, index].mean(dim=0).unflatten(-1, maps.grid_size), zero_key, (row, col))
+    weights = maps.weights[:, :, index].mean(dim=0).unflatten(-1, maps.grid_size).cpu()
+    zero_key = None if maps.zero_key is None else maps.zero_key[:, :, index].mean(dim=0).cpu()
+    return QueryAttention(weights, zero_key, (row, col))
 
 
 @torch.no_grad()
 def gaussians(model: nn.Module) -> Dict[str, Gaussians]:
     """The Gaussians of the layers that have a quadratic encoding, by name of the layer."""
     return {
-        name: Gaussians(
-            layer.rel_pos.center.float().clone(), layer.rel_pos.inv_covariance().float(), layer.grid_size)
-        for name, layer in attention_layers(model).items() if isinstance(layer.rel_pos, QuadraticRelPos)}
+        name: _gaussians_of(layer.rel_pos) for name, layer in layers_to_draw(model).items()
+        if isinstance(layer.rel_pos, QuadraticRelPos)}
+
+
+def _gaussians_of(rel_pos: QuadraticRelPos) -> Gaussians:
+    center, inv_covariance = rel_pos.center.float().cpu().clone(), rel_pos.inv_covariance().float().cpu()
+    return Gaussians(center, inv_covariance, rel_pos.window_size)
 
 
 def check_same_model(one: Snapshot, other: Snapshot) -> None:
@@ -298,38 +304,3 @@ def check_same_model(one: Snapshot, other: Snapshot) -> None:
         raise PlotError(
             f'{one.title} and {other.title} are not of one model: their layers, heads or grids differ; draw them one '
             'by one.')
-
-
-def check_output(folder: Path) -> None:
-    """Refuse a folder that cannot be written, before any work is done.
-
-    Raises:
-        PlotError: If it is something else, or cannot be made.
-    """
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if not existing.is_dir():
-        raise PlotError(f'{existing} is not a folder: choose another output.')
-    if not os.access(existing, os.W_OK):
-        raise PlotError(f'{existing} is not writable: choose another output.')
-
-
-def write_files(folder: Path, files: Mapping[str, bytes]) -> List[Path]:
-    """Write files into a folder: first all beside their places, then each into its place, in one step.
-
-    Raises:
-        PlotError: If they cannot be written; nothing is left of them then.
-    """
-    partials = {folder / f'.{name}.partial': folder / name for name in files}
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for partial, content in zip(partials, files.values()):
-            partial.write_bytes(content)
-        for partial, path in partials.items():
-            partial.replace(path)
-    except OSError as e:
-        raise PlotError(f'{folder} cannot be written: {e.strerror or e}.') from e
-    finally:
-        for partial in partials:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-    return list(partials.values())
