@@ -21,6 +21,7 @@ from timm_cmhsa.plots import (
     center_figure,
     gaussians,
     mean_attention,
+    movement_figures,
     plot_attention,
     statistics_figure,
     statistics_movement_figure,
@@ -193,6 +194,26 @@ def test_paths_lead_from_the_first_to_the_last_center(model):
             np.testing.assert_allclose(path[:, ::-1], torch.stack([layers[name].center[head] for layers in history]))
         ellipse = next(patch for patch in axis.patches if isinstance(patch, Ellipse))
         np.testing.assert_allclose(ellipse.get_center()[::-1], history[-1][name].center[0])
+
+
+def test_movement_is_drawn_from_every_checkpoint(two_grids):
+    model, images = two_grids
+    snapshots = []
+    for title in ('first', 'middle', 'last'):
+        nn.init.normal_(model.fine.rel_pos.relative_position_bias_table)
+        nn.init.normal_(model.coarse.rel_pos.center)
+        snapshots.append(plot_data.take_snapshot(title, model, images, (0., 1.)))
+    figures = movement_figures(snapshots, '5 images')
+    assert set(figures) == {'movement_fine.png', 'movement_coarse.png', 'statistics_movement.png', 'center_paths.png'}
+    shown = [axis.images[0].get_array() for axis in pictures(figures['movement_fine.png'])]
+    expected = [weights for snapshot in snapshots for weights in snapshot.attention['fine'].weights]
+    np.testing.assert_allclose(shown, torch.stack(expected))
+    assert not torch.equal(expected[0], expected[3])
+    labels = [text.get_text().split('\n')[0] for axis in figures['movement_fine.png'].axes for text in axis.texts]
+    assert labels == ['first', 'middle', 'last']
+    assert len(figures['center_paths.png'].axes[0].lines[0].get_xdata()) == 3
+    ticks = [label.get_text() for label in figures['statistics_movement.png'].axes[0].get_xticklabels()]
+    assert ticks == ['first', 'middle', 'last']
 
 
 def test_statistics_figure_shows_every_measure_of_every_head(two_grids):

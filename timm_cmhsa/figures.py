@@ -21,11 +21,12 @@ CONTOURS: Dict[float, Dict[str, Any]] = {  # share of a Gaussian, and how its co
 MIN_INV_VARIANCE = 1e-6  # patches^-2; a contour of a flatter Gaussian is far outside any picture
 QUERY_COLOR = 'cyan'
 
-# of `HeadStatistics`: what it says, colours, factor and format of the numbers
+MIN_WIDTH = 6  # inches, for the title
+# of `HeadStatistics`: what it says, colours, factor and format of the numbers, and what colours reach to at least
 MEASURES = {
-    'best_weight': ('weight on the best offset, %', 'viridis', 100, '{:.0f}'),
-    'distance': ('distance of the centre from the query, patches', 'viridis_r', 1, '{:.1f}'),
-    'entropy': ('entropy of the weights, nats', 'viridis_r', 1, '{:.1f}'),
+    'best_weight': ('weight on the best offset, %', 'viridis', 100, '{:.0f}', 100),
+    'distance': ('distance of the centre from the query, patches', 'viridis_r', 1, '{:.1f}', 1),
+    'entropy': ('entropy of the weights, nats', 'viridis_r', 1, '{:.1f}', 1),
 }
 
 
@@ -47,7 +48,8 @@ def attention_figure(
     num_heads = max(len(row.weights) for row in attention.values())
     columns = num_heads + (image is not None)
     row_height = 1.0 if all(row.zero_key is None for row in attention.values()) else 1.15
-    figure = Figure(figsize=(1.6 + 0.95 * columns, 0.9 + row_height * len(attention)), dpi=120, layout='constrained')
+    size = max(1.6 + 0.95 * columns, MIN_WIDTH), 0.9 + row_height * len(attention)
+    figure = Figure(figsize=size, dpi=120, layout='constrained')
     axes = figure.subplots(len(attention), columns, squeeze=False)
     for axis in axes.flat:
         axis.set_axis_off()
@@ -115,7 +117,7 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
     rows = math.ceil(len(last) / columns)
     num_heads = max(len(layer.center) for layer in last.values())
     colors = _head_colors(num_heads)
-    figure = Figure(figsize=(1.8 + 3 * columns, 1 + 3.1 * rows), dpi=120, layout='constrained')
+    figure = Figure(figsize=(max(1.8 + 3 * columns, MIN_WIDTH), 1 + 3.1 * rows), dpi=120, layout='constrained')
     axes = figure.subplots(rows, columns, squeeze=False)
     reach = _view(last)
     for axis in axes.flat[len(last):]:
@@ -125,7 +127,7 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
         axis.grid(alpha=0.2)
         axis.tick_params(labelsize=7)
         axis.set_title(name + _beyond(last[name], reach), fontsize=8)
-        axis.add_patch(Rectangle((-0.5, -0.5), 1, 1, color='black', zorder=1))
+        axis.add_patch(Rectangle((-0.5, -0.5), 1, 1, color='black', zorder=2))
         for head, color in zip(range(len(last[name].center)), colors):
             _draw_path(axis, [layers[name].center[head] for layers in history], color)
             _draw_contours(axis, last[name], head, color)
@@ -209,12 +211,12 @@ def statistics_figure(
     """
     num_heads = max(len(heads) for heads in statistics.values())
     height = 0.28 * len(statistics) + 0.6
-    figure = Figure(figsize=(2.6 + 0.42 * num_heads, 0.6 + 3 * height), dpi=120, layout='constrained')
-    for axis, (measure, (label, cmap, factor, number)) in zip(figure.subplots(3, 1), MEASURES.items()):
+    figure = Figure(figsize=(max(2.6 + 0.42 * num_heads, MIN_WIDTH), 0.6 + 3 * height), dpi=120, layout='constrained')
+    for axis, (measure, (label, cmap, factor, number, top)) in zip(figure.subplots(3, 1), MEASURES.items()):
         values = np.full((len(statistics), num_heads), np.nan)
         for row, heads in zip(values, statistics.values()):
             row[:len(heads)] = [factor * getattr(head, measure) for head in heads]
-        picture = axis.imshow(values, cmap=cmap, vmin=0, aspect='auto')
+        picture = axis.imshow(values, cmap=cmap, vmin=0, vmax=max(np.nanmax(values), top), aspect='auto')
         for (row_index, head), value in np.ndenumerate(values):
             if not math.isnan(value):
                 axis.text(head, row_index, number.format(value), ha='center', va='center', fontsize=7,
@@ -247,7 +249,7 @@ def statistics_movement_figure(
     colors = [colormaps['viridis'](Normalize(0, max(len(layers) - 1, 1))(i) * 0.9) for i in range(len(layers))]
     figure = Figure(figsize=(12, 3.8), dpi=120, layout='constrained')
     axes = figure.subplots(1, 3)
-    for axis, (measure, (label, _, factor, _)) in zip(axes, MEASURES.items()):
+    for axis, (measure, (label, _, factor, *_)) in zip(axes, MEASURES.items()):
         for layer, color in zip(layers, colors):
             means = [factor * np.mean([getattr(head, measure) for head in statistics[layer]])
                      for statistics in history.values()]

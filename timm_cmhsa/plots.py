@@ -84,11 +84,11 @@ def plot_attention(
         snapshots.append(take_snapshot(title, last, inputs.pixels, query, layer))
         check_same_model(snapshots[0], snapshots[-1])
     assert inputs is not None
-    figures = _figures(snapshots[-1], inputs.title)
+    figures = checkpoint_figures(snapshots[-1], inputs.title)
     if images is not None:
         figures['attention_image.png'] = _one_image_figure(snapshots[-1], last, inputs, query)
     if len(snapshots) > 1:
-        figures.update(_movement_figures(snapshots, inputs.title))
+        figures.update(movement_figures(snapshots, inputs.title))
     files = {name: _png(figure) for name, figure in figures.items()}
     if html:
         shown = evenly_spaced(len(inputs.pixels), NUM_IMAGES)
@@ -98,7 +98,8 @@ def plot_attention(
     return write_files(Path(output), files)
 
 
-def _figures(snapshot: Snapshot, images_title: str) -> Dict[str, Figure]:
+def checkpoint_figures(snapshot: Snapshot, images_title: str) -> Dict[str, Figure]:
+    """Figures of one checkpoint, by name of the file; the title tells what images were seen."""
     title = snapshot.title
     figures = {
         'attention.png': attention_figure(snapshot.attention, f'{title}: attention, mean of {images_title}'),
@@ -123,7 +124,8 @@ def _one_image_figure(
     return attention_figure(attention, title, to_pixels(image, model)[0])
 
 
-def _movement_figures(snapshots: List[Snapshot], images_title: str) -> Dict[str, Figure]:
+def movement_figures(snapshots: List[Snapshot], images_title: str) -> Dict[str, Figure]:
+    """Figures of several checkpoints in the order of training, by name of the file."""
     names = [snapshot.title for snapshot in snapshots]
     figures = {
         f'movement_{layer}.png': attention_figure(
@@ -135,7 +137,7 @@ def _movement_figures(snapshots: List[Snapshot], images_title: str) -> Dict[str,
     if snapshots[-1].gaussians:
         figures['center_paths.png'] = center_figure(
             [snapshot.gaussians for snapshot in snapshots],
-            f'Centres of the heads from {names[0]} to {names[-1]}, {len(names)} checkpoints')
+            f'Centres of the heads\nfrom {names[0]} to {names[-1]}, {len(names)} checkpoints')
     return figures
 
 
