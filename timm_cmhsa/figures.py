@@ -246,6 +246,7 @@ def statistics_movement_figure(
         title: What these are the heads of.
     """
     layers = list(next(iter(history.values())))
+    step = math.ceil(len(history) / 15)  # names of more would overlap
     colors = [colormaps['viridis'](Normalize(0, max(len(layers) - 1, 1))(i) * 0.9) for i in range(len(layers))]
     figure = Figure(figsize=(12, 3.8), dpi=120, layout='constrained')
     axes = figure.subplots(1, 3)
@@ -254,9 +255,8 @@ def statistics_movement_figure(
             means = [factor * np.mean([getattr(head, measure) for head in statistics[layer]])
                      for statistics in history.values()]
             axis.plot(means, 'o-', color=color, markersize=3, label=layer)
-        axis.margins(y=0.1)
-        axis.set_xticks(range(len(history)), list(history), fontsize=7, rotation=30, ha='right')
-        axis.set_ylim(bottom=0)
+        axis.set_xticks(range(0, len(history), step), list(history)[::step], fontsize=7, rotation=30, ha='right')
+        axis.set_ylim(0, 1.08 * axis.dataLim.ymax or 1)
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
     figure.legend(handles=axes[0].get_lines(), loc='outside right upper', fontsize=7, frameon=False)
