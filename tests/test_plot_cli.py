@@ -12,7 +12,7 @@ from timm.models import save_for_hf
 
 from timm_cmhsa.plot_cli import main
 from timm_cmhsa.plot_data import choose_images
-from timm_cmhsa.plots import load_model, plot_attention
+from timm_cmhsa.plots import PlotError, load_model, plot_attention
 
 KWARGS = dict(rel_pos='quadratic_gen', depth=2, num_heads=3)
 
@@ -133,6 +133,11 @@ def test_checkpoints_of_different_models_do_not_move(folder, tmp_path, capsys):
     assert main([str(folder / 'local'), str(tmp_path / 'other'), '--output', str(tmp_path / 'out')]) == 2
     assert 'local and other are not of one model' in capsys.readouterr().err
     assert not (tmp_path / 'out').exists()
+
+
+def test_no_checkpoints_are_refused(tmp_path):
+    with pytest.raises(PlotError, match='no checkpoint is given'):
+        plot_attention(sorted(tmp_path.glob('*.pth.tar')), tmp_path)
 
 
 def test_output_that_cannot_be_written(folder, tmp_path, capsys):

@@ -98,11 +98,17 @@ def open_models(
     Args:
         source: A model, a checkpoint, or several.
         model, model_kwargs: See `load_model`.
+
+    Raises:
+        CheckpointError: If a checkpoint cannot be read or is not of this model.
+        PlotError: If there is none, or one is given twice.
     """
     if isinstance(source, nn.Module):
         yield getattr(source, 'pretrained_cfg', {}).get('architecture') or type(source).__name__, source
         return
     paths = [source] if isinstance(source, (str, Path)) else list(source)
+    if not paths:
+        raise PlotError('no checkpoint is given.')
     for path, title in zip(paths, checkpoint_titles(paths)):
         yield title, load_model(path, model, model_kwargs)
 
