@@ -29,6 +29,20 @@ class HeadStatistics(NamedTuple):
     entropy: float  # of the weights, nats, queries averaged: 0 is one patch, ln(N) is all alike
 
 
+def attention_layers(model: nn.Module) -> Dict[str, Any]:
+    """Every attention layer of this package in a model, or a single layer itself, by name.
+
+    Raises:
+        ValueError: If the model has no such layer.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, ATTENTION_LAYERS)}
+    if not layers:
+        raise ValueError(
+            f'{type(model).__name__} has no attention layer of timm_cmhsa to look at: use a phase-2 model, a pixel '
+            f'model or one with convolutions replaced by attend_convs. (A model folded for inference has no maps.)')
+    return layers
+
+
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
     """Attention of every layer of this package in a model, or of a single layer.
@@ -43,11 +57,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     Raises:
         ValueError: If the model has no such layer.
     """
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, ATTENTION_LAYERS)}
-    if not layers:
-        raise ValueError(
-            f'{type(model).__name__} has no attention layer of timm_cmhsa to look at: use a phase-2 model, a pixel '
-            f'model or one with convolutions replaced by attend_convs. (A model folded for inference has no maps.)')
+    layers = attention_layers(model)
     maps: Dict[str, AttentionMaps] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(_eval_mode(model))

@@ -3,10 +3,9 @@ from pathlib import Path
 from typing import List, NamedTuple, Tuple
 
 import torch
-from timm.data import ImageDataset, create_transform, resolve_data_config
 
-from .checkpoints import CheckpointError
 from .cmhsa import CmhsaAttn, CmhsaConv
+from .images import image_dataset, read_images
 from .token_mixers import RelPosAttention
 
 MAX_REAL_IMAGES = 64
@@ -76,17 +75,5 @@ def _heads_used(attn: RelPosAttention) -> int:
 
 def load_images(folder: Path, model: CmhsaAttn) -> torch.Tensor:
     """The first images of a folder, as timm's validation would feed them: (B, C, H, W)."""
-    if not folder.is_dir():
-        raise CheckpointError(f'{folder} is not a folder of images to verify on.')
-    config = resolve_data_config({}, pretrained_cfg=model.pretrained_cfg)
-    for key in ('mean', 'std'):  # a model of gray images can have inherited those of three channels
-        if len(config[key]) != model.in_chans:
-            config[key] = (sum(config[key]) / len(config[key]),) * model.in_chans
-    modes = {1: 'L', 3: 'RGB'}
-    if model.in_chans not in modes:
-        raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {model.in_chans}.')
-    try:
-        dataset = ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[model.in_chans])
-        return torch.stack([dataset[i][0] for i in range(min(len(dataset), MAX_REAL_IMAGES))])
-    except (OSError, RuntimeError) as e:
-        raise CheckpointError(f'{folder} holds no images that can be read: {e}') from e
+    dataset = image_dataset(folder, model)
+    return read_images(dataset, folder, range(min(len(dataset), MAX_REAL_IMAGES)))

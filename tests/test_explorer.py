@@ -1,0 +1,275 @@
+"""The page to explore attention: its data, and the page itself in a real browser."""
+import base64
+import io
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+import timm
+import torch
+from matplotlib import colormaps
+from PIL import Image
+from selenium import webdriver
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.ui import Select, WebDriverWait
+
+from timm_cmhsa.analysis import attention_maps
+from timm_cmhsa.explorer import explorer_html
+from timm_cmhsa.images import to_pixels
+from timm_cmhsa.plots import PlotError
+
+BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
+DRIVER = shutil.which('chromedriver')
+TITLES = ['</script><b>one</b>', 'a & b', 'three']
+
+
+def sharpened(model):
+    """Heads that look at something: differences that quantisation could blur."""
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attn.rel_pos.relative_position_bias_table)
+        torch.nn.init.normal_(block.attn.rel_pos.zero_key_bias, mean=2.)
+        torch.nn.init.normal_(block.attn.qkv.weight, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope='module')
+def shown():
+    """A model whose attention differs from image to image, with a grid of 6 x 8, and the images."""
+    torch.manual_seed(0)
+    model = sharpened(timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=[4, 5, 4]))
+    images = torch.randn(3, 3, 24, 32)
+    return model, images, attention_maps(model, images)
+
+
+def page_data(page):
+    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
+
+
+def decode(text, dtype, *shape):
+    return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype).reshape(shape).astype(np.float32))
+
+
+def test_stored_weights_are_right_to_half_a_step_of_the_largest(shown):
+    model, images, expected = shown
+    data = page_data(explorer_html(model, images, TITLES))
+    assert [layer['name'] for layer in data['layers']] == list(expected)
+    for layer, maps in zip(data['layers'], expected.values()):
+        assert tuple(layer['grid']) == (6, 8)
+        assert len(layer['maps']) == 3
+        for image, stored in enumerate(layer['maps']):
+            scale = decode(stored['scale'], '<f4', layer['heads'], 48, 1)
+            weights = decode(stored['weights'], 'u1', layer['heads'], 48, 48) / 255 * scale
+            assert ((weights - maps.weights[image]).abs() <= scale / 509).all()
+            zero_key = decode(stored['zeroKey'], '<f4', layer['heads'], 48)
+            torch.testing.assert_close(zero_key, maps.zero_key[image])
+
+
+def test_images_are_inlined(shown):
+    model, images, _ = shown
+    data = page_data(explorer_html(model, images, TITLES))
+    assert [image['title'] for image in data['images']] == TITLES
+    for image, pixels in zip(data['images'], to_pixels(images, model)):
+        shown_image = Image.open(io.BytesIO(base64.b64decode(image['png'])))
+        np.testing.assert_array_equal(np.asarray(shown_image), pixels)
+
+
+def test_attention_by_position_alone_is_stored_once():
+    model = timm.create_model('test_pixel_attn')
+    images = torch.randn(4, 3, 32, 32)
+    assert [len(layer['maps']) for layer in page_data(explorer_html(model, images))['layers']] == [1] * 4
+    model = timm.create_model('test_pixel_attn', rel_pos='learned_content')
+    assert [len(layer['maps']) for layer in page_data(explorer_html(model, images))['layers']] == [4] * 4
+
+
+def test_pages_that_no_browser_likes_are_refused():
+    model = timm.create_model('test_pixel_attn', img_size=160)  # 40 x 40 patches: 4 layers of 9 heads, 23 MB each
+    images = torch.zeros(4, 3, 160, 160)
+    with pytest.raises(PlotError, match=r'would be \d+ MB large, more than 64 MB: take fewer images, a smaller input'):
+        explorer_html(model, images)
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    if BROWSER is None or DRIVER is None:
+        pytest.skip('needs chromium and chromedriver: apt-get install chromium chromium-driver')
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in (
+            'headless=new', 'no-sandbox', 'disable-gpu', 'disable-dev-shm-usage', 'no-first-run',
+            'disable-background-networking', 'disable-component-update', 'disable-sync', 'disable-quic',
+            f'user-data-dir={tmp_path_factory.mktemp("profile")}', 'window-size=1200,1600'):
+        options.add_argument(f'--{argument}')
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL', 'performance': 'ALL'})
+    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
+    driver.get('about:blank')  # instead of its own start page
+    yield driver
+    driver.quit()
+
+
+@pytest.fixture
+def page(shown, browser, tmp_path):
+    """The browser with a page just opened; in the end, nothing must have gone wrong in it."""
+    path = tmp_path / 'attention.html'
+    path.write_text(explorer_html(*shown[:2], TITLES), encoding='utf-8')
+    browser.get_log('performance')
+    browser.get(path.as_uri())
+    wait(browser, lambda: colors(browser, '#map').any())
+    yield browser
+    assert browser.get_log('browser') == []
+    events = [json.loads(entry['message'])['message'] for entry in browser.get_log('performance')]
+    requested = [
+        event['params']['request']['url'] for event in events if event['method'] == 'Network.requestWillBeSent']
+    assert path.as_uri() in requested
+    assert {url.partition(':')[0] for url in requested} <= {'file', 'data'}
+
+
+def wait(browser, condition):
+    WebDriverWait(browser, 10).until(lambda _: condition())
+
+
+def colors(browser, canvas):
+    """The middle of every patch: shape (6, 8, 3)."""
+    url = browser.execute_script(f"return document.querySelector('{canvas}').toDataURL()")
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(url.partition(',')[2]))).convert('RGB'), dtype=float)
+    cell = len(pixels) // 6
+    return pixels[cell // 2::cell, cell // 2::cell]
+
+
+def expected_colors(weights):
+    """Of the weights of one query, (48,), as they are stored."""
+    shares = (weights / weights.max() * 255).round() / 255
+    return 255 * colormaps['magma'](shares.sqrt().view(6, 8).numpy())[..., :3]
+
+
+def point_at(browser, canvas, row, col):
+    """Move the mouse to the middle of a patch."""
+    element = browser.find_element(By.ID, canvas)
+    browser.execute_script('arguments[0].scrollIntoView({block: "center"})', element)
+    size = element.size
+    x, y = (round(((index + 0.5) / count - 0.5) * size[side])
+            for index, count, side in ((col, 8, 'width'), (row, 6, 'height')))
+    ActionChains(browser, duration=0).move_to_element_with_offset(element, x, y).perform()
+
+
+def choose(browser, group, index):
+    browser.find_element(By.CSS_SELECTOR, f'#{group} label:nth-of-type({index + 1})').click()
+
+
+def text(browser, name):
+    return browser.find_element(By.ID, name).text
+
+
+def check_shown(browser, maps, image, head, query, key):
+    """Point at a key, and compare what is told and drawn with the maps."""
+    weights = maps.weights[image, head, query[0] * 8 + query[1]]
+    largest = weights.max().item()
+    point_at(browser, 'map', *key)
+    wait(browser, lambda: text(browser, 'key').startswith(f'on row {key[0] + 1}, column {key[1] + 1} ('))
+    told = float(text(browser, 'weight').removesuffix(' %')) / 100
+    assert told == pytest.approx(weights[key[0] * 8 + key[1]].item(), abs=largest / 509 + 5.1e-5)
+    zero_key = float(text(browser, 'zero').split(' %')[0]) / 100
+    assert zero_key == pytest.approx(maps.zero_key[image, head, query[0] * 8 + query[1]].item(), abs=5.1e-5)
+    assert text(browser, 'largest') == f'{100 * largest:.2f} %'
+    assert text(browser, 'query') == f'row {query[0] + 1}, column {query[1] + 1}'
+    wait(browser, lambda: np.abs(colors(browser, '#map') - expected_colors(weights)).max() < 4)
+
+
+def test_weights_of_every_choice_are_those_of_the_model(shown, page):
+    maps = list(shown[2].values())
+    check_shown(page, maps[0], image=0, head=0, query=(3, 4), key=(0, 7))
+    Select(page.find_element(By.ID, 'layer')).select_by_visible_text('blocks.1.attn')
+    assert len(page.find_elements(By.CSS_SELECTOR, '#heads label')) == 5
+    choose(page, 'heads', 4)
+    point_at(page, 'image', 5, 0)
+    check_shown(page, maps[1], image=0, head=4, query=(5, 0), key=(4, 1))
+    choose(page, 'images', 2)
+    check_shown(page, maps[1], image=2, head=4, query=(5, 0), key=(5, 7))
+    Select(page.find_element(By.ID, 'layer')).select_by_visible_text('blocks.2.attn')
+    check_shown(page, maps[2], image=2, head=3, query=(5, 0), key=(0, 0))
+
+
+def test_a_click_holds_the_query_and_another_lets_go(shown, page):
+    point_at(page, 'image', 1, 2)
+    ActionChains(page, duration=0).click().perform()
+    point_at(page, 'image', 4, 4)
+    assert text(page, 'query') == 'row 2, column 3'
+    assert 'held' in text(page, 'held')
+    point_at(page, 'image', 1, 2)
+    ActionChains(page, duration=0).click().perform()
+    point_at(page, 'image', 4, 4)
+    assert text(page, 'query') == 'row 5, column 5'
+
+
+def test_without_a_mouse_on_the_map_the_largest_weight_is_told(shown, page):
+    weights = shown[2]['blocks.0.attn'].weights[0, 0, 3 * 8 + 4].view(6, 8)
+    row, col = divmod(weights.argmax().item(), 8)
+    assert text(page, 'weight') == f'{100 * weights.max():.2f} %'
+    sign = {-1: '\u2212', 0: '', 1: '+'}
+    offset = ', '.join(f'{sign[np.sign(step)]}{abs(step)}' for step in (row - 3, col - 4))
+    assert text(page, 'key') == f'on row {row + 1}, column {col + 1} (offset {offset}), the largest'
+
+
+def test_everything_can_be_done_with_the_keyboard(shown, page):
+    maps = shown[2]['blocks.1.attn']
+    page.find_element(By.CSS_SELECTOR, '#images input').send_keys(Keys.ARROW_RIGHT)
+    page.find_element(By.ID, 'layer').send_keys(Keys.ARROW_DOWN)
+    page.find_element(By.CSS_SELECTOR, '#heads input').send_keys(Keys.ARROW_RIGHT)
+    page.find_element(By.ID, 'image').send_keys(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_LEFT)
+    assert text(page, 'query') == 'row 2, column 4'
+    weights = maps.weights[1, 1, 1 * 8 + 3]
+    assert text(page, 'weight') == f'{100 * weights.max():.2f} %'
+    row, col = divmod(weights.argmax().item(), 8)
+    step, new_row = (Keys.ARROW_DOWN, row + 1) if row < 5 else (Keys.ARROW_UP, row - 1)
+    page.find_element(By.ID, 'map').send_keys(step)
+    assert text(page, 'key').startswith(f'on row {new_row + 1}, column {col + 1} ')
+    told = float(text(page, 'weight').removesuffix(' %')) / 100
+    assert told == pytest.approx(weights[new_row * 8 + col].item(), abs=weights.max().item() / 509 + 5.1e-5)
+
+
+def test_small_maps_show_all_heads(shown, page):
+    point_at(page, 'image', 2, 6)
+    for head, weights in enumerate(shown[2]['blocks.0.attn'].weights[0, :, 2 * 8 + 6]):
+        canvas = f'#heads label:nth-of-type({head + 1}) canvas'
+        expected = expected_colors(weights)
+        wait(page, lambda canvas=canvas, expected=expected: np.abs(colors(page, canvas) - expected).max() < 4)
+
+
+def test_the_image_is_shown_and_can_lie_under_the_map(shown, page):
+    pixels = to_pixels(shown[1], shown[0])[0].reshape(6, 4, 8, 4, 3)[:, 2, :, 2].numpy()  # 4 x 4 pixels a patch
+    assert np.abs(colors(page, '#image') - pixels).max() <= 1
+    plain = colors(page, '#map')
+    page.find_element(By.ID, 'overlay').click()
+    wait(page, lambda: np.abs(colors(page, '#map') - (0.65 * plain + 0.35 * pixels)).max() < 3)
+
+
+def test_titles_are_text(page):
+    titles = [label.get_attribute('title') for label in page.find_elements(By.CSS_SELECTOR, '#images label')]
+    assert titles == TITLES
+    assert page.title == 'Attention of test_cmhsa_attn'
+    assert page.find_element(By.TAG_NAME, 'html').get_attribute('lang') == 'en'
+
+
+@pytest.mark.parametrize('scheme', ['light', 'dark'])
+def test_the_page_fits_a_phone(shown, page, scheme):
+    page.execute_cdp_cmd(
+        'Emulation.setDeviceMetricsOverride', dict(width=375, height=800, deviceScaleFactor=2, mobile=True))
+    page.execute_cdp_cmd(
+        'Emulation.setEmulatedMedia', {'features': [{'name': 'prefers-color-scheme', 'value': scheme}]})
+    try:
+        page.refresh()
+        wait(page, lambda: colors(page, '#map').any())
+        assert page.execute_script('return [innerWidth, document.documentElement.scrollWidth]') == [375, 375]
+        boxes = [page.find_element(By.ID, name).rect for name in ('image', 'map')]
+        assert all(box['width'] > 280 for box in boxes)
+        assert boxes[1]['y'] > boxes[0]['y'] + boxes[0]['height']
+        background = page.execute_script('return getComputedStyle(document.body).backgroundColor')
+        assert (background == 'rgb(21, 24, 28)') == (scheme == 'dark')
+        point_at(page, 'image', 5, 7)
+        check_shown(page, shown[2]['blocks.0.attn'], image=0, head=0, query=(5, 7), key=(2, 2))
+    finally:
+        page.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
+        page.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})

@@ -1,0 +1,171 @@
+"""The plot_attention command, and its call in Python, on real files."""
+import argparse
+import subprocess
+import sys
+
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+
+from timm_cmhsa.plot_cli import main
+from timm_cmhsa.plot_data import choose_images
+from timm_cmhsa.plots import PlotError, load_model, plot_attention
+
+KWARGS = dict(rel_pos='quadratic_gen', depth=2, num_heads=3)
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """Checkpoints of a training, other files that models come in, and images."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp('files')
+    for epoch in range(3):
+        model = timm.create_model('test_pixel_attn', **KWARGS, num_classes=7)
+        args = argparse.Namespace(
+            model='test_pixel_attn', model_kwargs=KWARGS, num_classes=7, img_size=None, mean=[0.5] * 3, std=[0.25] * 3)
+        torch.save(
+            {'epoch': epoch, 'arch': 'test_pixel_attn', 'state_dict': model.state_dict(), 'args': args},
+            folder / f'checkpoint-{epoch}.pth.tar')
+    torch.save(model.state_dict(), folder / 'plain.pth')
+    save_file(model.state_dict(), folder / 'plain.safetensors')
+    save_for_hf(model, str(folder / 'local'), model_args=KWARGS, safe_serialization=True)
+    torch.save(timm.create_model('test_pixel_attn', **dict(KWARGS, num_heads=2)).state_dict(), folder / 'two_heads.pth')
+    torch.save(timm.create_model('test_cmhsa_conv_k3').state_dict(), folder / 'phase1.pth')
+    torch.save({**model.state_dict(), 'head.bias': torch.full((7,), float('nan'))}, folder / 'nan.pth')
+    (folder / 'text.pth').write_text('no checkpoint')
+    for name in 'abcde':
+        (folder / 'images' / name).mkdir(parents=True)
+        pixels = torch.randint(256, (40, 48, 3), dtype=torch.uint8).numpy()
+        Image.fromarray(pixels).save(folder / 'images' / name / f'{name}.png')
+    (folder / 'no_images').mkdir()
+    return folder
+
+
+def run(*arguments):
+    command = [sys.executable, '-W', 'ignore', '-m', 'timm_cmhsa.plot_cli', *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True)
+
+
+def test_checkpoints_of_a_training_become_pictures_of_its_movement(folder, tmp_path):
+    checkpoints = [folder / f'checkpoint-{epoch}.pth.tar' for epoch in range(3)]
+    result = run(*checkpoints, '--output', tmp_path / 'out', '--images', folder / 'images', '--html')
+    assert result.returncode == 0, result.stderr
+    names = [
+        'attention.png', 'attention_image.png', 'statistics.png', 'centers.png', 'movement_blocks.0.attn.png',
+        'movement_blocks.1.attn.png', 'statistics_movement.png', 'center_paths.png', 'attention.html']
+    assert sorted(result.stdout.split()) == sorted(str(tmp_path / 'out' / name) for name in names)
+    assert {path.name for path in (tmp_path / 'out').iterdir()} == set(names)
+    for name in names[:-1]:
+        image = Image.open(tmp_path / 'out' / name)
+        assert min(image.size) > 200
+        assert len(image.convert('RGB').getcolors(1 << 24)) > 50
+
+
+def test_one_layer_of_one_checkpoint(folder, tmp_path, capsys):
+    assert main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path), '--layer', 'blocks.1.attn']) == 0
+    assert {path.name for path in tmp_path.iterdir()} == {'attention.png', 'statistics.png', 'centers.png'}
+    one_layer = Image.open(tmp_path / 'attention.png').size
+    plot_attention(folder / 'checkpoint-0.pth.tar', tmp_path)
+    assert Image.open(tmp_path / 'attention.png').size[1] > one_layer[1]
+
+
+def test_a_state_dict_needs_the_name_of_its_model(folder, tmp_path, capsys):
+    for name in ('plain.pth', 'plain.safetensors'):
+        assert main([str(folder / name), '--output', str(tmp_path / name)]) == 2
+        assert 'does not tell which model it is of' in capsys.readouterr().err
+        assert main([
+            str(folder / name), '--output', str(tmp_path / name), '--model', 'test_pixel_attn', '--model-kwargs',
+            'rel_pos=quadratic_gen', 'depth=2', 'num_heads=3']) == 0
+        assert (tmp_path / name / 'centers.png').exists()
+
+
+def test_models_are_those_of_their_files(folder):
+    expected = torch.load(folder / 'plain.pth', weights_only=True)
+    for name in ('checkpoint-2.pth.tar', 'local'):
+        model = load_model(folder / name)
+        assert not model.training
+        assert all(torch.equal(tensor, expected[key]) for key, tensor in model.state_dict().items())
+    assert load_model(folder / 'checkpoint-2.pth.tar').pretrained_cfg['mean'] == [0.5] * 3
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    (['nowhere.pth'], 'nowhere.pth does not exist'),
+    (['text.pth'], 'is truncated, corrupt or not a checkpoint'),
+    (['nan.pth', '--model', 'test_pixel_attn'], 'holds NaN or Inf'),
+    (['plain.pth', '--model', 'pixel'], "'pixel' is no model that timm knows"),
+    (['plain.pth', '--model', 'test_pixel_attn'], 'cannot be loaded as test_pixel_attn'),
+    (['plain.pth', '--model', 'test_pixel_attn', '--model-kwargs', 'nonsense=1'], 'nonsense'),
+    (['phase1.pth', '--model', 'test_cmhsa_conv_k3'], 'has no attention layer of timm_cmhsa'),
+    (['checkpoint-0.pth.tar', '--layer', 'blocks.9.attn'], 'choose one of blocks.0.attn, blocks.1.attn'),
+    (['checkpoint-0.pth.tar', '--query', '2', '0'], 'the query 2 0 is outside the image'),
+    (['checkpoint-0.pth.tar', '--images', 'no_images'], 'holds no images that can be read'),
+    (['checkpoint-0.pth.tar', '--images', 'plain.pth'], 'is not a folder of images'),
+    (['checkpoint-0.pth.tar', 'checkpoint-0.pth.tar'], 'a checkpoint is given twice'),
+    (['checkpoint-0.pth.tar', 'two_heads.pth', '--model', 'test_pixel_attn', '--model-kwargs', 'depth=2',
+      'rel_pos=quadratic_gen', 'num_heads=2'], 'cannot be loaded as test_pixel_attn'),
+])
+def test_bad_input_is_one_line_and_exit_2(arguments, message, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
+    assert main([*arguments, '--output', str(tmp_path / 'out')]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith('plot_attention: error: ')
+    assert message in err
+    assert err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('arguments', [
+    ['--num-images', '0'], ['--query', '1'], ['--query', 'a', 'b'], ['--model-kwargs', 'depth']])
+def test_bad_options_are_exit_2(arguments, folder, tmp_path, capsys):
+    with pytest.raises(SystemExit) as e:
+        main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path / 'out'), *arguments])
+    assert e.value.code == 2
+    assert 'plot_attention: error: argument --' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+
+
+def test_checkpoints_of_different_models_do_not_move(folder, tmp_path, capsys):
+    save_for_hf(timm.create_model('test_pixel_attn', depth=2), str(tmp_path / 'other'), model_args=dict(depth=2))
+    assert main([str(folder / 'local'), str(tmp_path / 'other'), '--output', str(tmp_path / 'out')]) == 2
+    assert 'local and other are not of one model' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
+
+
+def test_no_checkpoints_are_refused(tmp_path):
+    with pytest.raises(PlotError, match='no checkpoint is given'):
+        plot_attention(sorted(tmp_path.glob('*.pth.tar')), tmp_path)
+
+
+def test_output_that_cannot_be_written(folder, tmp_path, capsys):
+    (tmp_path / 'file').touch()
+    assert main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path / 'file')]) == 2
+    assert 'file is not a folder: choose another output' in capsys.readouterr().err
+    (tmp_path / 'out' / 'attention.png').mkdir(parents=True)
+    assert main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path / 'out')]) == 2
+    assert 'cannot be written' in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['attention.png'], 'no partial file is left'
+
+
+def test_images_are_evenly_spaced_and_told_from_noise(folder, tmp_path):
+    model = load_model(folder / 'local')
+    assert choose_images(folder / 'images', model, 3).title == '3 images'
+    assert choose_images(None, model, 3).title == '8 images of random noise'
+    for options in ({}, {'images': folder / 'images', 'num_images': 3}):
+        paths = plot_attention(folder / 'local', tmp_path, html=True, **options)
+        page = next(path for path in paths if path.suffix == '.html').read_text()
+        names = ['a/a.png', 'b/b.png', 'd/d.png'] if options else [f'noise {i}' for i in (1, 3, 5, 7)]
+        assert all(f'"title": "{name}"' in page for name in names)
+        assert (tmp_path / 'attention_image.png').exists() == bool(options)
+
+
+def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path):
+    code = 'import sys; sys.modules["matplotlib"] = None; from timm_cmhsa.plot_cli import main; sys.exit(main())'
+    command = [sys.executable, '-W', 'ignore', '-c', code, folder / 'local', '--output', tmp_path / 'out']
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert result.stderr == "plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'\n"
+    assert not (tmp_path / 'out').exists()

@@ -1,0 +1,67 @@
+"""Folders of images, as timm's validation would feed them to a model, and back to pixels to look at."""
+from pathlib import Path
+from typing import Any, Dict, Iterable
+
+import torch
+from timm.data import ImageDataset, create_transform, resolve_data_config
+from torch import nn
+
+from .checkpoints import CheckpointError
+from .cmhsa import Cmhsa
+
+
+def data_config(model: nn.Module) -> Dict[str, Any]:
+    """How timm prepares the images of a model, by the channels and the size that the model really has."""
+    config = resolve_data_config({}, model=model)
+    if isinstance(model, Cmhsa):
+        config['input_size'] = (model.in_chans, *model.patch_embed.img_size)
+    in_chans = config['input_size'][0]
+    for key in ('mean', 'std'):  # a model of gray images can have inherited those of three channels
+        if len(config[key]) != in_chans:
+            config[key] = (sum(config[key]) / len(config[key]),) * in_chans
+    return config
+
+
+def image_dataset(folder: Path, model: nn.Module) -> ImageDataset:
+    """All images of a folder and the folders in it, prepared for a model.
+
+    Raises:
+        CheckpointError: If there are none, or the model takes other inputs.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f'{folder} is not a folder of images.')
+    config = data_config(model)
+    in_chans = config['input_size'][0]
+    modes = {1: 'L', 3: 'RGB'}
+    if in_chans not in modes:
+        raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {in_chans}.')
+    try:
+        return ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[in_chans])
+    except (OSError, RuntimeError) as e:
+        raise _unreadable(folder, e) from e
+
+
+def read_images(dataset: ImageDataset, folder: Path, indices: Iterable[int]) -> torch.Tensor:
+    """Some of its images: shape (B, C, H, W).
+
+    Raises:
+        CheckpointError: If they cannot be read.
+    """
+    try:
+        return torch.stack([dataset[i][0] for i in indices])
+    except (OSError, RuntimeError) as e:
+        raise _unreadable(folder, e) from e
+
+
+def _unreadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f'{folder} holds no images that can be read: {error}')
+
+
+def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:
+    """Colours of a model's input images of shape (B, C, H, W): (B, H, W, 3), uint8."""
+    config = data_config(model)
+    mean, std = (images.new_tensor(config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
+    pixels = images.float() * std + mean
+    if pixels.shape[1] != 3:
+        pixels = pixels.mean(dim=1, keepdim=True).expand(-1, 3, -1, -1)
+    return (pixels.clamp(0, 1) * 255).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
