@@ -118,6 +118,16 @@ def test_model_trains_saves_and_loads(tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / 'whole.pt', weights_only=False)(x), model(x))
 
 
+def test_biases_of_the_attention_pattern_can_be_spared_from_weight_decay():
+    model = attend_convs(timm.create_model('resnet18'), 'layer4.*', (3, 64, 64))
+    groups = timm.optim.param_groups_weight_decay(model, 0.05, ['*.rel_pos.*'])
+    decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
+    tables = [p for name, p in model.named_parameters() if name.endswith('relative_position_bias_table')]
+    assert len(tables) == 4
+    assert all(decay[id(table)] == 0 for table in tables)
+    assert decay[id(model.layer4[0].conv1.attn.qkv.weight)] == 0.05
+
+
 def test_gradients_reach_the_rest_of_the_model_as_before():
     model = natural(timm.create_model('resnet18', num_classes=4)).double()
     attended, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64, dtype=torch.float64)
