@@ -20,11 +20,11 @@ from digits import DIGIT
 from runs import Run, run_all, split_digits
 from table1 import spread
 from timing import training_times
-from timm_cmhsa.plots import plot_attention
 from two_phase import BATCH_SIZE, Stage, evaluate, train, write_whole
 
 from timm_cmhsa import attention_maps, head_statistics, prune_degenerate_heads
 from timm_cmhsa.analysis import HeadStatistics
+from timm_cmhsa.plots import plot_attention
 
 NUM_TRAIN = 400
 TUNING_SEED = 100
@@ -55,7 +55,7 @@ def main() -> None:
             for choice in CHOICES}
     results = iter(run_all([run for each in runs.values() for run in each], args.output / 'runs', 'models'))
     by_title = {title: [next(results) for _ in each] for title, each in runs.items()}
-    by_title['the same, pruned'] = [prune(run, args.output) for run in runs['generalised quadratic']]
+    by_title['generalised quadratic, pruned'] = [prune(run, args.output) for run in runs['generalised quadratic']]
     table = markdown(by_title, rates) + likeness(runs, args.output)
     write_whole(args.output / 'pixel_models.md', table)
     print(table)
@@ -127,7 +127,7 @@ def markdown(by_title: Dict[str, List[Dict[str, Any]]], rates: Dict[str, float])
             lines.append(f'| {title} | {params:.2f} M | {rates[title]:g} | {accuracy} | {milliseconds:.0f} |')
         else:
             lines.append(f'| {title} | | | {accuracy} | |')
-    pruned = [result['pruned'] for result in by_title['the same, pruned']]
+    pruned = [result['pruned'] for result in by_title['generalised quadratic, pruned']]
     return '\n'.join(lines) + (
         f'\n\nTop-1 on the test images, mean ± standard deviation over {len(pruned)} seeds. Degenerate heads by layer, '
         f'of every seed: {", ".join(map(str, pruned))}.\n\n')

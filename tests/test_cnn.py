@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from timm.layers import Conv2dSame, StdConv2d
+from timm.optim import param_groups_weight_decay
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -120,7 +121,7 @@ def test_model_trains_saves_and_loads(tmp_path):
 
 def test_biases_of_the_attention_pattern_can_be_spared_from_weight_decay():
     model = attend_convs(timm.create_model('resnet18'), 'layer4.*', (3, 64, 64))
-    groups = timm.optim.param_groups_weight_decay(model, 0.05, ['*.rel_pos.*'])
+    groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=['*.rel_pos.*'])
     decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
     tables = [p for name, p in model.named_parameters() if name.endswith('relative_position_bias_table')]
     assert len(tables) == 4

@@ -1,6 +1,7 @@
 """The examples that compare trainings on the digits, as a user runs them, with very little training."""
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,37 @@ def test_bad_options(tmp_path, arguments, message):
     assert result.returncode == 2
     assert message in result.stderr
     assert not (tmp_path / 'out').exists()
+
+
+def test_attended_resnet(tmp_path):
+    """Every form starts with the accuracy of the CNN; a second call does nothing again."""
+    arguments = ['--seeds', 1, '--epochs', 2, '--output', tmp_path]
+    result = run('attend_resnet.py', *arguments)
+    assert result.returncode == 0, result.stderr
+    table = (tmp_path / 'attend_resnet.md').read_text()
+    assert table in result.stdout
+    rows = json.loads((tmp_path / 'seed0-epochs2' / 'result.json').read_text())
+    assert list(rows) == ['none', 'all convolutions', 'last two stages']
+    assert len({row['before'] for row in rows.values()}) == 1
+    assert rows['none']['error'] == 0
+    assert all(0 < rows[title]['error'] < 5e-6 for title in list(rows)[1:])
+    assert rows['none']['params'] < rows['last two stages']['params'] < rows['all convolutions']['params']
+    before = (tmp_path / 'seed0-epochs2' / 'result.json').stat().st_mtime_ns
+    assert run('attend_resnet.py', *arguments).stdout.endswith(table + '\n')
+    assert (tmp_path / 'seed0-epochs2' / 'result.json').stat().st_mtime_ns == before
+
+
+def test_pixel_models(tmp_path):
+    result = run('pixel_models.py', '--seeds', 1, '--epochs', 2, '--output', tmp_path)
+    assert result.returncode == 0, result.stderr
+    table = (tmp_path / 'pixel_models.md').read_text()
+    assert table in result.stdout
+    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:8]]
+    assert [row[0] for row in rows] == [
+        'ResNet-18', 'quadratic', 'generalised quadratic', 'learned', 'learned, with content',
+        'generalised quadratic, pruned']
+    assert all(0 <= float(row[3]) <= 100 for row in rows)
+    assert len([line for line in table.splitlines() if re.match(r'\| [1-6] \| ', line)]) == 6, 'measures of every layer'
+    for model in ('pixel_attn_quadratic', 'pixel_attn_quadratic_gen'):
+        names = {path.name for path in (tmp_path / 'pictures' / model).iterdir()}
+        assert {'attention.png', 'centers.png', 'attention.html'} <= names
