@@ -152,7 +152,8 @@ def test_removing_a_head_breaks_the_condition():
 
 
 def test_conditions_say_what_they_expect():
-    with pytest.raises(TypeError, match='Expected an attention layer of timm_cmhsa, got Linear'):
+    message = r'Expected an attention layer of timm_cmhsa \(of an AttendedConv2d, its attn\), got Linear'
+    with pytest.raises(TypeError, match=message):
         spans_receptive_field(nn.Linear(2, 2), 3)
     with pytest.raises(ValueError, match='kernel_size=2 has no centre'):
         expresses_convolutions(positional(TAPS, 1.), 2)

@@ -49,6 +49,7 @@ def test_logits_are_equal_to_rounding(name, names, size, num_replaced):
     expected, x = copy.deepcopy(model), torch.randn(2, *size)
     assert attend_convs(model, names, size) is model
     assert len(attended_convs(model)) == num_replaced
+    assert timm.data.resolve_model_data_config(model)['input_size'] == size
     assert sum(isinstance(module, AttendedConv2d) for module in model.modules()) == num_replaced
     assert logits_error(model, expected, x) <= 5e-6
 
@@ -79,6 +80,7 @@ def test_every_convolution_is_replaced_exactly(case):
     x = torch.randn(2, conv.in_channels, *size)
     expected = conv(x)
     model = attend_convs(nn.Sequential(conv), '*', x.shape[1:], patch_size, rel_pos)
+    assert model[0].attn.rel_pos.name == rel_pos
     assert isinstance(model[0], AttendedConv1d if isinstance(conv, nn.Conv1d) else AttendedConv2d)
     actual = model(x)
     assert actual.shape == expected.shape
@@ -169,6 +171,23 @@ def test_multiply_accumulates_are_those_of_the_layer(num_patches):
     assert layer.macs[1] == pytest.approx(counter.get_total_flops() / 2, rel=0.35)
 
 
+def test_modes_stay_as_they_are():
+    model = timm.create_model('resnet18').train()
+    model.layer4.eval()
+    attend_convs(model, 'layer[34].*', (3, 64, 64))
+    assert model.layer3[0].conv1.attn.attn_drop.training
+    assert not model.layer4[0].conv1.attn.attn_drop.training
+
+
+def test_code_that_asks_a_convolution_for_its_shape_gets_an_answer():
+    """DaViT's position encoding pads by the kernel size that it reads off its convolution."""
+    model = natural(timm.create_model('davit_tiny', num_classes=3))
+    expected = copy.deepcopy(model)
+    attend_convs(model, '*cpe*', (3, 64, 64))
+    assert attended_convs(model)
+    assert logits_error(model, expected, torch.randn(1, 3, 64, 64)) <= 5e-6
+
+
 class Odd(nn.Module):
     def __init__(self):
         super().__init__()
@@ -179,9 +198,17 @@ class Odd(nn.Module):
         self.pixelwise = nn.Conv2d(3, 3, 1)
         self.plain = nn.Conv2d(3, 3, 3, padding=1)
         self.twin = self.plain
+        self.hooked = nn.Conv2d(3, 3, 3, padding=1)
+        self.hooked.register_forward_hook(lambda module, args, output: 2 * output)
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 3, padding=1))
+        self.tied, self.other = nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)
+        self.tied.weight = self.other.weight
+        self.single = nn.Conv2d(3, 3, 3, padding=1)
 
     def forward(self, x):
-        x = self.pixelwise(self.standardised(self.reflect(x)))
+        x = self.pixelwise(self.standardised(self.reflect(input=x)))
+        x = self.hooked(self.normed(self.tied(self.other(x))))
+        x = torch.stack([self.single(image) for image in x])
         return self.twin(self.plain(self.shared(x))) + self.shared(x[..., ::2, ::2]).mean()
 
 
@@ -198,12 +225,19 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
     assert 'got StdConv2d' in warnings['standardised']
     assert warnings['unused'] == 'It is not called.'
     assert warnings['shared'] == 'It is called with maps of 2 sizes.'
-    assert set(warnings) == {'reflect', 'standardised', 'unused', 'shared'}
+    assert warnings['single'] == 'It is called without a batch.'
+    assert warnings['tied'] == warnings['other'] == 'It shares its weight with another module.'
+    for name in ('hooked', 'normed'):
+        assert warnings[name] == 'It has hooks or a parametrization, which attention would drop.'
+    assert set(warnings) == {
+        'reflect', 'standardised', 'unused', 'shared', 'single', 'tied', 'other', 'hooked', 'normed'}
 
 
 @pytest.mark.parametrize(('model', 'kwargs', 'message'), [
     ('resnet18', dict(names='layer9.*'), r"ResNet has no convolution larger than one pixel named 'layer9\.\*'"),
     ('resnet18', dict(names='*downsample*'), 'no convolution larger than one pixel'),
+    ('resnet18', dict(names=['layer3.*', 'leyer4.*']), r"named 'leyer4\.\*': names are like 'conv1'"),
+    ('resnet18', dict(input_size=64), r'input_size=64 is neither \(C, H, W\) nor, for sequences, \(C, L\)'),
     ('resnet18', dict(input_size=(1, 64, 64)), r'does not run with input_size=\(1, 64, 64\)'),
     ('resnet18', dict(input_size=(3, 64, 64), rel_pos='learned'), 'None of 17 convolutions .* cannot be rewritten'),
     ('resnet18', dict(input_size=(3, 64, 64), patch_size=0), 'patch_size=0 must be positive'),
@@ -218,6 +252,26 @@ def test_bad_input_gets_one_line_and_changes_nothing(model, kwargs, message):
     assert list(model.named_modules()) == before
     assert not any(module._forward_hooks for module in model.modules())
     assert all(module.training for module in model.modules())
+
+
+class Asserting(nn.Module):
+    """A model that does not say what it expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3)
+
+    def forward(self, x):
+        if x.shape[-1] != 7:
+            raise AssertionError
+        return self.conv(x)
+
+
+def test_models_that_do_not_run_are_told_in_one_line():
+    with pytest.raises(ValueError, match=r'Asserting does not run with input_size=\(3, 8, 8\): AssertionError'):
+        attend_convs(Asserting(), input_size=(3, 8, 8))
+    with pytest.raises(ValueError, match='it is on the meta device, and has no weights'):
+        attend_convs(timm.create_model('resnet18', device='meta'), input_size=(3, 64, 64))
 
 
 def test_another_size_than_it_was_made_for_is_told():
@@ -255,6 +309,7 @@ def test_attended_model_is_traced_and_fused_like_others():
     expected = model(x)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.jit.script(model)(x), expected, atol=1e-5, rtol=1e-5)
     fused = timm.utils.reparameterize_model(model)
     assert sum(p.numel() for p in fused.parameters()) < sum(p.numel() for p in model.parameters())
     torch.testing.assert_close(fused(x), expected, atol=1e-4, rtol=1e-4)

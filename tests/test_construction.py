@@ -84,6 +84,14 @@ def test_lemma_2_of_pixels(rel_pos, sharpness, kernel_size, grid_size):
     torch.testing.assert_close(attn.rel_pos.zero_key_bias, -alpha / 2)
 
 
+def test_a_gaussian_around_the_image_counts_for_the_patches_that_it_reaches():
+    """Of two taps of the same size, the better one to keep is the one whose way around is taken more often."""
+    conv = nn.Conv2d(1, 1, (1, 3), padding=(0, 1), padding_mode='circular', bias=False)
+    conv.weight.data = torch.tensor([1., 0., 1.1]).view(1, 1, 1, 3)
+    attn = conv2d_to_attention(conv, 1, (1, 5), num_heads=2, approximate=True, rel_pos='quadratic')
+    assert sorted(attn.rel_pos.center[:, 1].tolist()) == [-1, 1]  # with 4 patches each; -4 and 4 have one
+
+
 def test_a_gaussian_needs_a_head_for_every_way_around_the_image():
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode='circular')
     assert conv2d_to_attention(conv, 1, 5).num_heads == 9

@@ -89,6 +89,20 @@ def test_attention_is_the_papers(rel_pos, fused):
 
 
 @pytest.mark.parametrize('rel_pos', ['quadratic', 'learned_content'])
+@pytest.mark.parametrize('fused', [True, False])
+def test_dropout_of_attention_weights(rel_pos, fused):
+    set_fused_attn(fused)
+    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, attn_drop_rate=1.).train()
+    attn = model.blocks[0].attn
+    torch.testing.assert_close(attn(torch.randn(2, 64, 48)), attn.proj(attn.value.bias).expand(2, 64, 48))
+
+
+def test_encodings_that_need_queries_need_the_layer_that_has_them():
+    with pytest.raises(ValueError, match="rel_pos='learned_content' needs queries: use PositionalContentAttention"):
+        PositionalAttention(4, 2, rel_pos='learned_content')
+
+
+@pytest.mark.parametrize('rel_pos', ['quadratic', 'learned_content'])
 def test_masked_keys_have_no_influence(rel_pos):
     model = timm.create_model('test_pixel_attn', rel_pos=rel_pos).eval()
     attn, x = model.blocks[0].attn, torch.randn(2, 64, 48)
@@ -151,3 +165,6 @@ def test_resnet_is_the_papers():
     backbone = timm.create_model('resnet18_cifar', features_only=True, in_chans=1)
     sizes = [32 // y.shape[-1] for y in backbone(torch.randn(1, 1, 32, 32))]
     assert sizes == backbone.feature_info.reduction() == [1, 1, 2, 4, 8]
+    assert model.conv1.weight.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.1)  # He et al., by fan-out
+    with pytest.raises(ValueError, match='leave out stem_type'):
+        timm.create_model('resnet18_cifar', stem_type='deep')

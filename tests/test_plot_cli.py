@@ -2,6 +2,7 @@
 import argparse
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import timm
@@ -10,7 +11,7 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
-from timm_cmhsa.plot_cli import main
+from timm_cmhsa.plot_cli import in_order_of_training, main
 from timm_cmhsa.plot_data import choose_images
 from timm_cmhsa.plots import PlotError, load_model, plot_attention
 
@@ -169,3 +170,12 @@ def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path):
     assert result.returncode == 2
     assert result.stderr == "plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'\n"
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(('given', 'expected'), [
+    (['a/checkpoint-10.pth.tar', 'a/checkpoint-9.pth.tar'], ['a/checkpoint-9.pth.tar', 'a/checkpoint-10.pth.tar']),
+    (['a/last.pth.tar', 'a/checkpoint-9.pth.tar'], ['a/last.pth.tar', 'a/checkpoint-9.pth.tar']),
+    (['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar'], ['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar']),
+])
+def test_checkpoints_of_train_py_are_put_in_the_order_of_their_epochs(given, expected):
+    assert in_order_of_training([Path(path) for path in given]) == [Path(path) for path in expected]

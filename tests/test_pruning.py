@@ -65,6 +65,14 @@ def test_pruned_model_is_a_smaller_model_that_loads_and_trains(name):
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize('name', ['test_pixel_attn', 'test_cmhsa_attn'])
+def test_pruning_leaves_frozen_what_is_frozen(name):
+    model = degenerate_model(name, num_heads=4).requires_grad_(False)
+    prune_degenerate_heads(model)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    assert not any(module.training for module in model.modules())
+
+
 def test_layer_of_a_pixel_model_can_lose_all_heads():
     model, x = timm.create_model('test_pixel_attn', rel_pos='quadratic_gen').eval(), torch.randn(2, 3, 32, 32)
     nn.init.zeros_(model.blocks[1].attn.rel_pos.inv_std)

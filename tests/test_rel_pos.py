@@ -148,8 +148,58 @@ def test_unknown_encodings_and_those_that_cannot_be_pointed_are_told():
         create_rel_pos('learned_content', (2, 2), 1, 4).offset_bias()
 
 
-def test_starts_are_the_papers():
-    """Appendix E: centres N(0, 2 I), square roots of inverse covariances near the identity."""
+def test_parameters_are_in_the_order_that_optimizers_have_saved():
+    names = [name for name, _ in RelPosTable((2, 2), 1).named_parameters()]
+    assert names == ['relative_position_bias_table', 'zero_key_bias']
+
+
+@pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
+def test_bias_is_never_rounded_by_autocast(name):
+    """Neither now nor later, when the one of a forward pass under autocast is taken again."""
+    rel_pos = create_rel_pos(name, (2, 3), 4, 6).eval()
+    with torch.no_grad():
+        with torch.autocast('cpu', torch.bfloat16):
+            under_autocast = rel_pos.get_bias()
+        assert under_autocast.dtype == torch.float32
+        assert torch.equal(rel_pos.gather_bias(), under_autocast)
+
+
+def dropped(attn, tokens, **kwargs):
+    """What attention is left of a layer in training mode that drops every weight."""
+    attn.attn_drop.p = 1.
+    return attn.train()(tokens, **kwargs)
+
+
+@pytest.mark.parametrize('form', ['fused', 'unfused', 'folded', 'chunks'])
+def test_dropout_of_attention_weights_reaches_every_form(form, monkeypatch):
+    set_fused_attn(form != 'unfused')
+    head_dim = 40 if form == 'folded' else 4
+    attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=head_dim), torch.randn(16, 6, 8)
+    if form == 'chunks':
+        monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', 16)
+    assert attn.folding_pays(tokens) == (form == 'folded')
+    assert attn.needs_chunks() == (form == 'chunks')
+    torch.testing.assert_close(dropped(attn, tokens), attn.proj.bias.expand(16, 6, 8))
+
+
+def test_chunks_give_way_to_masks_maps_and_queries(monkeypatch):
+    """What needs all queries at once gets them; wide heads are not folded where that would take the whole bias."""
+    attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=40), torch.randn(16, 6, 8)
+    mask = torch.ones(6, 6, dtype=torch.bool).tril()
+    expected = attn(tokens, attn_mask=mask)
+    monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', 16)
+    assert attn.needs_chunks()
+    assert not attn.folding_pays(tokens)
+    assert attn.fuse() is attn
+    torch.testing.assert_close(attn(tokens, attn_mask=mask), expected)
+    torch.testing.assert_close(attn(tokens, is_causal=True), expected)
+    assert not RelPosAttention(8, (2, 3), num_heads=2, rel_pos='learned_content').needs_chunks()
+    set_fused_attn(False)
+    assert not RelPosAttention(8, (2, 3), num_heads=2).needs_chunks()
+
+
+def test_starts():
+    """Centres N(0, 2 I) as in Section 4.2; square roots of inverse covariances near the identity as in Appendix E."""
     rel_pos = create_rel_pos('quadratic_gen', (4, 4), 4000, 8)
     assert rel_pos.center.var().item() == pytest.approx(2, rel=0.1)
     assert abs(rel_pos.center.mean().item()) < 0.1

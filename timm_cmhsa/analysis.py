@@ -160,7 +160,7 @@ def spans_receptive_field(
 
     It is a condition for the layer to express every convolution with this kernel. It is necessary, and not quite
     sufficient: the combination of heads that makes a tap may differ from query to query here, but a layer has only
-    one. `expresses_convolutions` asks for that as well.
+    one. `expresses_convolutions` asks for that as well. Taps that are outside the image at all queries ask for nothing.
 
     Args:
         attn: An attention layer of this package.
@@ -203,7 +203,8 @@ def _wanted_and_patterns(
 ) -> Tuple[torch.Tensor, torch.Tensor]:
     """At every query: the weights that the taps of a kernel want, (B * N, K_h * K_w, N), and those that heads give."""
     if not isinstance(attn, ATTENTION_LAYERS):
-        raise TypeError(f'Expected an attention layer of timm_cmhsa, got {type(attn).__name__}.')
+        raise TypeError(
+            f'Expected an attention layer of timm_cmhsa (of an AttendedConv2d, its attn), got {type(attn).__name__}.')
     kernel_h, kernel_w = to_2tuple(kernel_size)
     if kernel_h % 2 == 0 or kernel_w % 2 == 0:
         raise ValueError(f'kernel_size={kernel_size} has no centre: use an odd size such as 3 or 5.')

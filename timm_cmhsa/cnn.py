@@ -1,6 +1,7 @@
 """Any CNN: its convolutions as attention that computes the same function."""
 import logging
 import math
+from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -9,9 +10,11 @@ import torch.nn.functional as F
 from timm.layers import Conv2dSame, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .construction import keeps_size, plan_heads, rewrite
 from .patches import Size2d, patchify, unpatchify
+from .token_mixers import is_watched
 
 _logger = logging.getLogger(__name__)
 
@@ -55,16 +58,17 @@ def _change(before_after: Tuple[int, int]) -> str:
 @register_notrace_function
 def map_to_tokens(
         x: torch.Tensor,
-        map_size: Tuple[int, ...],
+        map_size: Tuple[int, int],
         patch_size: Tuple[int, int],
         grid_size: Tuple[int, int],
 ) -> torch.Tensor:
     """Flatten a feature map's patches; zeros fill up the last ones."""
-    if tuple(x.shape[-2:]) != map_size:
+    height, width = x.shape[-2:]
+    if height != map_size[0] or width != map_size[1]:
         raise ValueError(
             f'Attention in place of a convolution is made for maps of {map_size[0]} x {map_size[1]}, this one has '
-            f'{x.shape[-2]} x {x.shape[-1]}: call attend_convs with the input_size that the model shall have.')
-    grow_h, grow_w = (g * p - s for g, p, s in zip(grid_size, patch_size, map_size))
+            f'{height} x {width}: call attend_convs with the input_size that the model shall have.')
+    grow_h, grow_w = grid_size[0] * patch_size[0] - height, grid_size[1] * patch_size[1] - width
     return patchify(F.pad(x, [0, grow_w, 0, grow_h]), patch_size)
 
 
@@ -74,7 +78,8 @@ torch.fx.wrap('unpatchify')
 class AttendedConv2d(nn.Module):
     """Self-attention in place of a convolution: (B, C_in, H, W) to (B, C_out, H_out, W_out).
 
-    Tokens are patches of the feature map, flattened.
+    Tokens are patches of the feature map, flattened. What a convolution tells of itself, its kernel size and the like,
+    is told as before.
     """
 
     def __init__(
@@ -99,31 +104,35 @@ class AttendedConv2d(nn.Module):
             ValueError: If there is no attention that computes the same.
         """
         super().__init__()
-        self.map_size, self.out_size = map_size, out_size
+        self.map_size, self.out_size = (map_size[0], map_size[1]), (out_size[0], out_size[1])
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
-        self.stride = to_2tuple(conv.stride)
+        self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
         head_dim = _cheapest_head_dim(conv, self.patch_size, self.grid_size)
         self.attn = rewrite(conv, self.patch_size, self.grid_size, head_dim=head_dim, rel_pos=rel_pos)
         self.attn.requires_grad_(conv.weight.requires_grad).train(conv.training)
-        self.convolution = describe(conv)
+        self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
+        self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
+        self.padding, self.padding_mode = conv.padding, conv.padding_mode
         self.conv_params = sum(parameter.numel() for parameter in conv.parameters())
         self.conv_macs = conv.weight.numel() * math.prod(out_size)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.attend(input)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
         x = self.attn(map_to_tokens(x, self.map_size, self.patch_size, self.grid_size))
-        out_patch_size = self.patch_size[0] // self.stride[0], self.patch_size[1] // self.stride[1]
-        x = unpatchify(x, out_patch_size, self.grid_size)
+        x = unpatchify(x, self.out_patch_size, self.grid_size)
         return x[..., :self.out_size[0], :self.out_size[1]]
 
     def extra_repr(self) -> str:
-        return f'{self.convolution}, map_size={self.map_size}, patch_size={self.patch_size}'
+        return f'{describe(self)}, map_size={self.map_size}, patch_size={self.patch_size}'
 
 
 class AttendedConv1d(AttendedConv2d):
     """The same for sequences, as images of one row: (B, C_in, L) to (B, C_out, L_out)."""
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x.unsqueeze(-2)).squeeze(-2)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return self.attend(input.unsqueeze(-2)).squeeze(-2)
 
 
 def attend_convs(
@@ -137,6 +146,8 @@ def attend_convs(
 
     What was replaced, and what that costs, is logged, and `attended_convs(model)` tells it later. Convolutions that no
     attention can express are kept, with a warning that says why. The model is from then on for inputs of this size.
+    Code of the model that reads the weight of a convolution finds none: leave these out, and call timm's
+    `reparameterize_model` before.
 
     Attention over all pixels of a large map is expensive: its cost grows with the square of their number. Larger
     patches, smaller inputs, or only the later stages keep it low.
@@ -157,19 +168,17 @@ def attend_convs(
         ValueError: If there is nothing to replace, or the model does not run with such an input; the model is left as
             it was.
     """
-    patterns = [names] if isinstance(names, str) else list(names)
-    convs = {name: module for name, module in model.named_modules(remove_duplicate=False)
-             if isinstance(module, CONVOLUTIONS) and any(fnmatchcase(name, pattern) for pattern in patterns)}
-    convs = {name: conv for name, conv in convs.items() if max(conv.kernel_size) > 1 and name}
-    if not convs:
-        raise ValueError(f'{type(model).__name__} has no convolution larger than one pixel named {names!r}: see the '
-                         f'names in model.named_modules().')
+    convs = _select(model, [names] if isinstance(names, str) else names)
+    input_size = _input_size(model, input_size)
     sizes = _map_sizes(model, list(convs.values()), input_size)
 
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     attended: Dict[nn.Module, AttendedConv2d] = {}
     kept: Dict[str, str] = {}
     for name, conv in convs.items():
         try:
+            if owners[id(conv._parameters.get('weight'))] > 1:
+                raise ValueError('It shares its weight with another module.')
             if conv not in attended:
                 attended[conv] = _attend(conv, sizes[conv], patch_size, rel_pos)
         except (ValueError, TypeError) as e:
@@ -180,6 +189,10 @@ def attend_convs(
         if name not in kept:
             parent, _, child = name.rpartition('.')
             setattr(model.get_submodule(parent), child, attended[conv])
+    cfg: Any = getattr(model, 'pretrained_cfg', None)
+    if cfg:  # timm reads from it how images have to be prepared
+        cfg = {**cfg, 'input_size': input_size}
+        model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     for name, reason in kept.items():
         _logger.warning('%s stays a convolution: %s', name, reason)
     _logger.info('Attention in place of convolutions:\n%s', attended_convs(model))
@@ -194,7 +207,7 @@ def attended_convs(model: nn.Module) -> AttendedConvs:
             attn, num_patches = module.attn, math.prod(module.grid_size)
             layers.append(AttendedLayer(
                 name=name,
-                convolution=module.convolution,
+                convolution=describe(module),
                 grid_size=module.grid_size,
                 num_heads=attn.num_heads,
                 head_dim=attn.head_dim,
@@ -204,7 +217,7 @@ def attended_convs(model: nn.Module) -> AttendedConvs:
     return layers
 
 
-def describe(conv: nn.Conv2d) -> str:
+def describe(conv: Union[nn.Conv2d, AttendedConv2d]) -> str:
     """A convolution in a few words: 3x3, stride 2, 64 groups."""
     words = ['x'.join(map(str, conv.kernel_size))]
     words += [f'{what} {"x".join(map(str, dict.fromkeys(value)))}'
@@ -213,38 +226,59 @@ def describe(conv: nn.Conv2d) -> str:
 
 
 class MapSizes(NamedTuple):
-    """Of what a convolution gets, and of what it gives: (H, W) or (L,)."""
+    """Of what a convolution gets, and of what it gives: (H, W) or (L,), or nothing where it is called otherwise."""
     map_size: Tuple[int, ...]
     out_size: Tuple[int, ...]
+
+
+def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, nn.Module]:
+    """Convolutions larger than one pixel, by name."""
+    convs = {name: module for name, module in model.named_modules(remove_duplicate=False)
+             if name and isinstance(module, CONVOLUTIONS) and max(module.kernel_size) > 1}
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in convs):
+            raise ValueError(
+                f'{type(model).__name__} has no convolution larger than one pixel named {pattern!r}: names are like '
+                f"{next(iter(convs), 'none')!r}, and 'layer4.*' is all in layer4.")
+    return {name: conv for name, conv in convs.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+
+
+def _input_size(model: nn.Module, input_size: Optional[Sequence[int]]) -> Tuple[int, ...]:
+    if input_size is None:
+        input_size = (getattr(model, 'pretrained_cfg', None) or {}).get('input_size')
+        if not input_size:
+            raise ValueError(f'{type(model).__name__} does not tell its input size: give input_size=(C, H, W).')
+    if isinstance(input_size, int) or len(input_size) not in (2, 3):
+        raise ValueError(f'input_size={input_size} is neither (C, H, W) nor, for sequences, (C, L).')
+    return tuple(input_size)
 
 
 @torch.no_grad()
 def _map_sizes(
         model: nn.Module,
         convs: List[nn.Module],
-        input_size: Optional[Sequence[int]],
+        input_size: Tuple[int, ...],
 ) -> Dict[nn.Module, List[MapSizes]]:
     """Run the model once, and see what sizes pass through the convolutions."""
-    if input_size is None:
-        cfg = getattr(model, 'pretrained_cfg', None) or {}
-        if not cfg.get('input_size'):
-            raise ValueError(f'{type(model).__name__} does not tell its input size: give input_size=(C, H, W).')
-        input_size = cfg['input_size']
     sizes: Dict[nn.Module, List[MapSizes]] = {conv: [] for conv in convs}
 
-    def see(conv: nn.Module, inputs: Tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        seen = MapSizes(tuple(inputs[0].shape[2:]), tuple(output.shape[2:]))
+    def see(conv: Any, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: torch.Tensor) -> None:
+        input = args[0] if args else kwargs['input']
+        batched = input.ndim == 2 + len(conv.kernel_size)
+        seen = MapSizes(tuple(input.shape[2:]), tuple(output.shape[2:])) if batched else MapSizes((), ())
         if seen not in sizes[conv]:
             sizes[conv].append(seen)
 
-    handles = [conv.register_forward_hook(see) for conv in sizes]
+    handles = [conv.register_forward_hook(see, with_kwargs=True) for conv in sizes]
     training = {module: module.training for module in model.modules()}
     weight = next(model.parameters())
     try:
+        if weight.is_meta:
+            raise RuntimeError('it is on the meta device, and has no weights')
         model.eval()(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
-    except (RuntimeError, ValueError, AssertionError) as e:
-        raise ValueError(f'{type(model).__name__} does not run with input_size={tuple(input_size)}: '
-                         f'{str(e).splitlines()[0]}') from e
+    except Exception as e:  # whatever it is, the model does not run with this
+        reason = (str(e) or type(e).__name__).splitlines()[0]
+        raise ValueError(f'{type(model).__name__} does not run with input_size={input_size}: {reason}') from e
     finally:
         for handle in handles:
             handle.remove()
@@ -257,6 +291,10 @@ def _attend(conv: nn.Module, sizes: List[MapSizes], patch_size: int, rel_pos: st
     if len(sizes) != 1:
         raise ValueError('It is not called.' if not sizes else f'It is called with maps of {len(sizes)} sizes.')
     map_size, out_size = sizes[0]
+    if not map_size:
+        raise ValueError('It is called without a batch.')
+    if is_watched(conv) or is_parametrized(conv):
+        raise ValueError('It has hooks or a parametrization, which attention would drop.')
     if isinstance(conv, nn.Conv1d):
         map_size, out_size = (1, *map_size), (1, *out_size)
         return AttendedConv1d(_conv1d_as_conv2d(conv), map_size, out_size, (1, patch_size), rel_pos)

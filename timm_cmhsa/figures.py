@@ -24,9 +24,9 @@ QUERY_COLOR = 'cyan'
 MIN_WIDTH = 6  # inches, for the title
 # of `HeadStatistics`: what it says, colours, factor and format of the numbers, and what colours reach to at least
 MEASURES = {
-    'best_weight': ('weight on the best offset, %', 'viridis', 100, '{:.0f}', 100),
-    'distance': ('distance of the centre from the query, patches', 'viridis_r', 1, '{:.1f}', 1),
-    'entropy': ('entropy of the weights, nats', 'viridis_r', 1, '{:.1f}', 1),
+    'best_weight': ('weight on the best offset, %: 100 is a tap of a convolution', 'viridis', 100, '{:.0f}', 100),
+    'distance': ('distance of the centre from the query, patches', 'cividis', 1, '{:.1f}', 1),
+    'entropy': ('entropy of the weights, nats: 0 is all on one patch', 'cividis', 1, '{:.1f}', 1),
 }
 
 
@@ -127,7 +127,7 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
         axis.grid(alpha=0.2)
         axis.tick_params(labelsize=7)
         axis.set_title(name + _beyond(last[name], reach), fontsize=8)
-        axis.add_patch(Rectangle((-0.5, -0.5), 1, 1, color='black', zorder=2))
+        axis.add_patch(Rectangle((-0.5, -0.5), 1, 1, fill=False, edgecolor='black', linewidth=2, zorder=2))
         for head, color in zip(range(len(last[name].center)), colors):
             _draw_path(axis, [layers[name].center[head] for layers in history], color)
             _draw_contours(axis, last[name], head, color)
@@ -192,7 +192,7 @@ def _add_center_legend(figure: Figure, colors: List[Any], with_path: bool) -> No
                for head, color in enumerate(colors)]
     handles += [Line2D([], [], color='black', label=f'{100 * share:.0f} % contour', **line)
                 for share, line in CONTOURS.items()]
-    handles.append(Line2D([], [], color='black', marker='s', linestyle='', label='query'))
+    handles.append(Line2D([], [], color='black', marker='s', markerfacecolor='none', linestyle='', label='query'))
     if with_path:
         handles.append(Line2D(
             [], [], color='black', marker='o', markerfacecolor='white', linewidth=1.5, label='first checkpoint'))
@@ -203,7 +203,7 @@ def statistics_figure(
         statistics: Mapping[str, List[HeadStatistics]],
         title: str = 'How much like a convolution every head is',
 ) -> Figure:
-    """Measures of every head in every layer (see `head_statistics`): the brighter, the more like a tap near the query.
+    """Measures of every head in every layer (see `head_statistics`): the brighter, the larger.
 
     Args:
         statistics: By name of the layer; the numbers of heads may differ.

@@ -19,7 +19,7 @@ from torch import nn
 from .cmhsa import Cmhsa, checkpoint_filter_fn, common_num_heads, heads_of_blocks
 from .patches import Size2d
 from .rel_pos import ENCODINGS, QuadraticRelPos, create_rel_pos
-from .token_mixers import add_attn_mask, plain_linear
+from .token_mixers import add_attn_mask, replace_weight
 
 torch.fx.wrap('add_attn_mask')  # stays a leaf of fx graphs, in every module that calls it
 
@@ -59,6 +59,8 @@ class PositionalAttention(nn.Module):
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, dim, zero_key=False, **dd)
+        if self.rel_pos.depends_on_queries and not isinstance(self, PositionalContentAttention):
+            raise ValueError(f'{rel_pos=} needs queries: use PositionalContentAttention.')
         self.attn_drop = nn.Dropout(attn_drop)
         self.value = nn.Linear(num_heads * dim, dim, **dd)
         self.proj = nn.Linear(dim, dim, **dd)
@@ -83,7 +85,7 @@ class PositionalAttention(nn.Module):
         """Forget all other heads, where the encoding is a quadratic one."""
         assert isinstance(self.rel_pos, QuadraticRelPos)
         weight = self.value.weight.view(-1, self.num_heads, self.proj.in_features)[:, heads].flatten(1)
-        self.value = plain_linear(weight.detach(), self.value.bias)
+        replace_weight(self.value, weight, self.value.bias)
         self.rel_pos.keep_heads(heads)
         self.num_heads = len(heads)
 
@@ -197,7 +199,8 @@ class CifarResNet(ResNet):
     def __init__(self, *args: Any, in_chans: int = 3, **kwargs: Any) -> None:
         super().__init__(*args, in_chans=in_chans, **kwargs)
         stem = self.get_submodule('conv1')
-        assert isinstance(stem, nn.Conv2d)
+        if not isinstance(stem, nn.Conv2d):
+            raise ValueError('The stem is a single convolution here: leave out stem_type.')
         dd: Dict[str, Any] = {'device': stem.weight.device, 'dtype': stem.weight.dtype}
         self.conv1 = nn.Conv2d(in_chans, stem.out_channels, 3, padding=1, bias=False, **dd)
         nn.init.kaiming_normal_(self.conv1.weight, mode='fan_out', nonlinearity='relu')
@@ -244,7 +247,9 @@ default_cfgs = generate_default_cfgs({
 
     'test_pixel_attn': _cfg(num_classes=1000),
 
-    'resnet18_cifar': _cfg(pool_size=(4, 4), fixed_input_size=False, first_conv='conv1', classifier='fc'),
+    'resnet18_cifar': _cfg(
+        pool_size=(4, 4), fixed_input_size=False, first_conv='conv1', classifier='fc', paper_ids='arXiv:1512.03385',
+        paper_name='Deep Residual Learning for Image Recognition'),
 })
 
 

@@ -1,9 +1,10 @@
 """The `plot_attention` command: from checkpoints to pictures of what the heads look at."""
 import argparse
+import re
 import signal
 import sys
 from pathlib import Path
-from typing import Optional, Sequence
+from typing import List, Optional, Sequence
 
 from timm.utils import ParseKwargs
 
@@ -30,6 +31,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             raise
         return _fail("matplotlib is missing: pip install 'timm_cmhsa[plots]'")
     try:
+        args.source = in_order_of_training(args.source)
         for path in plot_attention(**vars(args)):
             print(path)
     except (CheckpointError, PlotError) as e:
@@ -38,6 +40,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         print('\nplot_attention: interrupted, nothing was written.', file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
+
+
+def in_order_of_training(paths: List[Path]) -> List[Path]:
+    """Checkpoints of `train.py` by their epochs: a shell has put checkpoint-10 before checkpoint-9."""
+    matches = [re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', path.name) for path in paths]
+    by_epoch = {int(match[1]): path for match, path in zip(matches, paths) if match}
+    if len(by_epoch) < len(paths):
+        return paths
+    return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
 def _fail(message: str) -> int:
@@ -56,7 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add('source', metavar='CHECKPOINT', nargs='+', type=Path,
         help="checkpoint of timm's train.py, state dict (.pth, .safetensors) or local-dir: folder; several in the "
-             'order of training')
+             'order of training (checkpoint-N.pth.tar in any)')
     add('--output', metavar='FOLDER', type=Path, required=True,
         help='gets the pictures; older pictures there are replaced')
     add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')

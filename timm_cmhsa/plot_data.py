@@ -67,12 +67,16 @@ def load_model(
     Raises:
         CheckpointError: If the checkpoint cannot be read or is not of this model, or holds NaN or Inf.
     """
-    checkpoint = read_checkpoint(Path(path))
+    checkpoint = read_checkpoint(Path(str(path).removeprefix('local-dir:')))
     name = model or checkpoint.architecture
     if name is None:
-        raise CheckpointError(f'{path} does not tell which model it is of: give the name of the model.')
+        raise CheckpointError(f'{path} does not tell which model it is of: give its name (model, --model NAME).')
     if not timm.is_model(name):
-        raise CheckpointError(f'{path}: {name!r} is no model that timm knows: give the name of the model.')
+        raise CheckpointError(f'{path}: {name!r} is no model that timm knows: give its name (model, --model NAME).')
+    if not timm.model_entrypoint(name).__module__.startswith(f'{__package__}.'):
+        raise CheckpointError(
+            f'{path} is of {name}, whose convolutions only Python can replace: make the model, attend_convs, '
+            'load_state_dict, and plot_attention(model, ...).')
     if not all(tensor.isfinite().all() for tensor in checkpoint.state_dict.values()):
         raise CheckpointError(f'{path} holds NaN or Inf: the training diverged, take an earlier checkpoint.')
     args = {**checkpoint.model_args, **(model_kwargs or {})}
@@ -93,7 +97,7 @@ def open_models(
         model: Optional[str],
         model_kwargs: Optional[Mapping[str, Any]],
 ) -> Iterator[Tuple[str, nn.Module]]:
-    """One model after the other, with a title each: never more than one in memory.
+    """One model after the other, with a title each.
 
     Args:
         source: A model, a checkpoint, or several.
@@ -130,6 +134,8 @@ def choose_images(images: Optional[Union[torch.Tensor, PathLike]], model: nn.Mod
         chosen = Images(images, [f'image {i + 1}' for i in range(len(images))], _count(len(images)))
     else:
         chosen = load_images(Path(images), model, num_images)
+    if chosen.pixels.ndim != 4:
+        raise PlotError(f'pictures are of images, (B, C, H, W), not of input of shape {tuple(chosen.pixels.shape)}.')
     return chosen._replace(pixels=chosen.pixels.to(next(model.parameters())))  # its device and type
 
 

@@ -61,8 +61,8 @@ def plot_attention(
     Args:
         source: A model, a checkpoint (see `load_model`), or several checkpoints in the order of training.
         output: Folder for the pictures, made if there is none; older pictures there are replaced.
-        images: A folder of images, or input of the model of shape (B, C, H, W); by default random noise, which serves
-            where attention is by position alone.
+        images: A folder of images, or input of the model, normalised, of shape (B, C, H, W); by default random noise,
+            which serves where attention is by position alone.
         query: Row and column of the patch to look from, from 0 to 1, relative to the size of the image.
         layer: Draw this layer alone.
         html: Write a page to explore the last checkpoint with the mouse, too.

@@ -22,11 +22,12 @@ def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
 def prune_degenerate_heads(model: nn.Module) -> Dict[str, List[int]]:
     """Remove degenerate heads from a model with the generalised quadratic encoding, in place.
 
+    What they contributed is lost (Appendix E trains on for a few epochs, at a tenth of the learning rate).
     The model is then a smaller one: `model.model_args()` tells its `num_heads`, a list where blocks differ, with which
     `timm.create_model` makes it anew. Its parameters are new, so that an optimizer has to be made afterwards.
 
     Returns:
-        Numbers of the heads removed, by name of the layer; a layer that has lost none is there with none.
+        Numbers of the heads removed, from 0, by name of the layer; a layer that has lost none is there with none.
 
     Raises:
         ValueError: If no layer has this encoding, or one that needs a head would lose all; the model is left as it was.

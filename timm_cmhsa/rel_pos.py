@@ -35,7 +35,7 @@ class RelPos(nn.Module):
             self,
             window_size: Tuple[int, int],
             num_heads: int,
-            head_dim: int,
+            head_dim: int = 0,
             zero_key: bool = True,
             device: Any = None,
             dtype: Any = None,
@@ -49,10 +49,18 @@ class RelPos(nn.Module):
         """
         super().__init__()
         self.window_size, self.num_heads = window_size, num_heads
+        for name, shape in self.parameter_shapes(head_dim).items():
+            self.register_parameter(name, nn.Parameter(torch.empty(shape, device=device, dtype=dtype)))
+        # last, as ever: the state of an optimizer knows parameters by their order
         zero_key_bias = torch.empty(num_heads, device=device, dtype=dtype)
         self.zero_key_bias = nn.Parameter(zero_key_bias) if zero_key else None
         self._register_offsets(device)
         self._cached: Optional[CachedBias] = None
+        self.reset_parameters()
+
+    def parameter_shapes(self, head_dim: int) -> Dict[str, Tuple[int, ...]]:
+        """Names and shapes of the parameters, but for the zero key's."""
+        raise NotImplementedError
 
     def _register_offsets(self, device: Any) -> None:
         """Every offset, key minus query, from (h - 1, w - 1) down to (1 - h, 1 - w), and where to find it.
@@ -165,20 +173,9 @@ class RelPosTable(RelPos):
     name = 'table'
     relative_position_bias_table: nn.Parameter
 
-    def __init__(
-            self,
-            window_size: Tuple[int, int],
-            num_heads: int,
-            head_dim: int = 0,
-            zero_key: bool = True,
-            device: Any = None,
-            dtype: Any = None,
-    ) -> None:
-        super().__init__(window_size, num_heads, head_dim, zero_key, device, dtype)
-        num_offsets = (2 * window_size[0] - 1) * (2 * window_size[1] - 1)
-        table = torch.empty(num_offsets, num_heads, device=device, dtype=dtype)
-        self.relative_position_bias_table = nn.Parameter(table)
-        self.reset_parameters()
+    def parameter_shapes(self, head_dim: int) -> Dict[str, Tuple[int, ...]]:
+        height, width = self.window_size
+        return {'relative_position_bias_table': ((2 * height - 1) * (2 * width - 1), self.num_heads)}
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -206,34 +203,24 @@ class RelPosTable(RelPos):
 class QuadraticRelPos(RelPos):
     """A round Gaussian of the offset for every head: bias -alpha * |offset - center|^2, alpha = inv_std^2 / 2.
 
-    Equation 9 of arXiv 1911.03584, up to what is the same for all keys. Centres start at N(0, 2), in patches, and
-    widths at about one patch, as there. Nothing in it depends on the size of the grid.
+    Equation 9 of arXiv 1911.03584, up to what is the same for all keys. Centres start at N(0, 2 I), in patches, as in
+    its Section 4.2, and widths at one patch, with noise of 1 %. Nothing in it depends on the size of the grid.
     """
     name = 'quadratic'
+    center: nn.Parameter
+    inv_std: nn.Parameter
 
-    def __init__(
-            self,
-            window_size: Tuple[int, int],
-            num_heads: int,
-            head_dim: int = 0,
-            zero_key: bool = True,
-            device: Any = None,
-            dtype: Any = None,
-    ) -> None:
-        super().__init__(window_size, num_heads, head_dim, zero_key, device, dtype)
-        self.center = nn.Parameter(torch.empty(num_heads, 2, device=device, dtype=dtype))
-        self.inv_std = nn.Parameter(self._unit_inv_std(num_heads).to(device=device, dtype=dtype))
-        self.reset_parameters()
+    def parameter_shapes(self, head_dim: int) -> Dict[str, Tuple[int, ...]]:
+        return {'center': (self.num_heads, 2), 'inv_std': (self.num_heads, *self._unit_inv_std().shape)}
 
-    @staticmethod
-    def _unit_inv_std(num_heads: int) -> torch.Tensor:
-        return torch.ones(num_heads)
+    def _unit_inv_std(self) -> torch.Tensor:
+        return torch.ones(())
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         super().reset_parameters()
         nn.init.normal_(self.center, std=math.sqrt(2))
-        with torch.no_grad():
-            self.inv_std.copy_(self._unit_inv_std(self.num_heads) + .01 * torch.randn(self.inv_std.shape))
+        nn.init.normal_(self.inv_std, std=.01).add_(self._unit_inv_std().to(self.inv_std))
 
     def inv_covariance(self) -> torch.Tensor:
         """Inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""
@@ -251,7 +238,7 @@ class QuadraticRelPos(RelPos):
             raise ValueError(f'A head has one centre, not {len(offsets)}.')
         assert self.zero_key_bias is not None
         self.center[head] = torch.tensor(offsets[0], dtype=self.center.dtype)
-        self.inv_std[head] = self._unit_inv_std(1)[0] * math.sqrt(2 * sharpness)
+        self.inv_std[head] = self._unit_inv_std() * math.sqrt(2 * sharpness)
         self.zero_key_bias[head] = -sharpness / 2
 
     def keep_heads(self, heads: List[int]) -> None:
@@ -268,9 +255,8 @@ class GeneralQuadraticRelPos(QuadraticRelPos):
     """
     name = 'quadratic_gen'
 
-    @staticmethod
-    def _unit_inv_std(num_heads: int) -> torch.Tensor:
-        return torch.eye(2).repeat(num_heads, 1, 1)
+    def _unit_inv_std(self) -> torch.Tensor:
+        return torch.eye(2)
 
     def inv_covariance(self) -> torch.Tensor:
         # element by element: never in half precision by AMP
@@ -284,25 +270,17 @@ class LearnedRelPos(RelPos):
     A change of grid pads the embeddings with zeros or crops them.
     """
     name = 'learned'
+    row_embed: nn.Parameter
+    col_embed: nn.Parameter
+    head_vector: nn.Parameter
 
-    def __init__(
-            self,
-            window_size: Tuple[int, int],
-            num_heads: int,
-            head_dim: int,
-            zero_key: bool = True,
-            device: Any = None,
-            dtype: Any = None,
-    ) -> None:
-        super().__init__(window_size, num_heads, head_dim, zero_key, device, dtype)
-        dd = {'device': device, 'dtype': dtype}
-        self.row_embed = nn.Parameter(torch.empty(2 * window_size[0] - 1, head_dim // 2, **dd))
-        self.col_embed = nn.Parameter(torch.empty(2 * window_size[1] - 1, head_dim - head_dim // 2, **dd))
-        self._init_heads(num_heads, head_dim, dd)
-        self.reset_parameters()
+    def parameter_shapes(self, head_dim: int) -> Dict[str, Tuple[int, ...]]:
+        return {**self.embed_shapes(head_dim), 'head_vector': (self.num_heads, head_dim)}
 
-    def _init_heads(self, num_heads: int, head_dim: int, dd: Dict[str, Any]) -> None:
-        self.head_vector = nn.Parameter(torch.empty(num_heads, head_dim, **dd))
+    def embed_shapes(self, head_dim: int) -> Dict[str, Tuple[int, ...]]:
+        height, width = self.window_size
+        half = head_dim // 2
+        return {'row_embed': (2 * height - 1, half), 'col_embed': (2 * width - 1, head_dim - half)}
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
@@ -320,8 +298,9 @@ class LearnedRelPos(RelPos):
 
     def offset_bias(self) -> torch.Tensor:
         half = self.row_embed.shape[1]
-        row = self.row_embed @ self.head_vector[:, :half].t()
-        col = self.col_embed @ self.head_vector[:, half:].t()
+        # element by element: never in half precision by AMP
+        row = (self.row_embed.unsqueeze(1) * self.head_vector[:, :half]).sum(dim=-1)
+        col = (self.col_embed.unsqueeze(1) * self.head_vector[:, half:]).sum(dim=-1)
         return (row.unsqueeze(1) + col).flatten(0, 1)
 
 
@@ -333,8 +312,8 @@ class LearnedContentRelPos(LearnedRelPos):
     name = 'learned_content'
     depends_on_queries = True
 
-    def _init_heads(self, num_heads: int, head_dim: int, dd: Dict[str, Any]) -> None:
-        pass  # the queries take the place of the heads' vectors
+    def parameter_shapes(self, head_dim: int) -> Dict[str, Tuple[int, ...]]:
+        return self.embed_shapes(head_dim)
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
         assert q is not None

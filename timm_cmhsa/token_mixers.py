@@ -321,8 +321,8 @@ class RelPosAttention(Attention):
         weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, dim)[:, heads].flatten(0, 2)
         bias = None if self.qkv.bias is None else self.qkv.bias.view(3, self.num_heads, self.head_dim)[:, heads]
         out_weight = self.proj.weight.view(-1, self.num_heads, self.head_dim)[:, heads].flatten(1)
-        self.qkv = plain_linear(weight.detach(), None if bias is None else bias.detach().flatten())
-        self.proj = plain_linear(out_weight.detach(), self.proj.bias)
+        replace_weight(self.qkv, weight, None if bias is None else bias.flatten())
+        replace_weight(self.proj, out_weight, self.proj.bias)
         self.rel_pos.keep_heads(heads)
         self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
 
@@ -335,16 +335,20 @@ class RelPosAttention(Attention):
         """
         unfolded, folded = self.multiplications(math.prod(self.grid_size))
         pays = folded < unfolded and _is_plain(self.qkv) and _is_plain(self.proj)
-        pays = pays and not self.rel_pos.depends_on_queries
+        pays = pays and not self.rel_pos.depends_on_queries and not self.needs_chunks()
         return FoldedRelPosAttention(self) if pays else self
 
 
 def _is_plain(linear: nn.Module) -> bool:
     """Whether calling it does nothing but multiply by its weight: no hooks, no wrapper, no quantized weight."""
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     return (
-        type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, torch.Tensor)
-        and 'forward' not in linear.__dict__ and not any(hooks))
+        type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, torch.Tensor) and not is_watched(linear))
+
+
+def is_watched(module: nn.Module) -> bool:
+    """Whether a module has hooks, or its forward is wrapped."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return 'forward' in module.__dict__ or any(hooks)
 
 
 def attend_to_tokens(
@@ -393,9 +397,9 @@ class FoldedRelPosAttention(nn.Module):
         attn = copy.deepcopy(attn).to(torch.promote_types(dtype, torch.float32))
         query_weight, query_bias, out_weight = attn.fold()
         self.num_heads, self.fused_attn = attn.num_heads, attn.fused_attn
-        self.query = plain_linear(query_weight * attn.scale, query_bias * attn.scale)
+        self.query = _linear(query_weight * attn.scale, query_bias * attn.scale)
         self.rel_pos = attn.rel_pos
-        self.proj = plain_linear(out_weight, attn.proj.bias)
+        self.proj = _linear(out_weight, attn.proj.bias)
         self.to(dtype).requires_grad_(False)
 
     @property
@@ -416,8 +420,15 @@ class FoldedRelPosAttention(nn.Module):
         return self.proj(attend_to_tokens(self.query(x), x, attn_bias, scale=1., fused=fused))
 
 
-def plain_linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
-    """A linear layer that has this weight, (out, in), and bias."""
+def replace_weight(linear: nn.Linear, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
+    """Give a layer another weight, (out, in), and bias, with which it is larger or smaller."""
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=linear.weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=linear.bias.requires_grad)
+
+
+def _linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device='meta')
     tensors = {'weight': weight.contiguous()} if bias is None else {'weight': weight.contiguous(), 'bias': bias}
     linear.load_state_dict(tensors, assign=True)
