@@ -96,7 +96,7 @@ def test_attention_figure_tells_its_scale_and_the_zero_key(two_grids):
         *(f'nothing: {100 * weight:.0f} %' for weight in zero_key), '', '']
     labels = [text.get_text() for axis in figure.axes for text in axis.texts]
     assert len(labels) == 2
-    assert labels[0] == f"fine\nwhite: {100 * maps['fine'].weights[:, :, 15].mean(dim=0).max():.0f} %"
+    assert labels[0] == f"fine\nbrightest: {100 * maps['fine'].weights[:, :, 15].mean(dim=0).max():.0f} %"
     assert 'square root' in figure.get_suptitle()
 
 

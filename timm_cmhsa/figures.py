@@ -37,8 +37,8 @@ def attention_figure(
 ) -> Figure:
     """Where every head looks from one patch: a row per layer, or per checkpoint, a column per head.
 
-    Brightness is the square root of the weight, so that sharp and broad heads of a row are seen at once; how much white
-    stands for is written beside the row.
+    Brightness is the square root of the weight, so that sharp and broad heads of a row are seen at once; the brightest
+    weight is written beside the row.
 
     Args:
         attention: Rows by name, see `attention_from`. Heads and grids may differ.
@@ -59,8 +59,8 @@ def attention_figure(
     for line, (name, row) in zip(axes, attention.items()):
         brightest = row.weights.max().item()
         line[0].text(
-            -0.12, 0.5, f'{name}\nwhite: {_percent(brightest)}', transform=line[0].transAxes, ha='right', va='center',
-            fontsize=8, linespacing=1.5)
+            -0.12, 0.5, f'{name}\nbrightest: {_percent(brightest)}', transform=line[0].transAxes, ha='right',
+            va='center', fontsize=8, linespacing=1.5)
         if image is not None:
             if shown_query != (row.query, row.weights.shape[1:]):
                 _draw_image(line[0], image, row)
