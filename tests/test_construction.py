@@ -411,8 +411,9 @@ def test_only_convolutions_are_rewritten():
             conv2d_to_attention(module, 4, 3)
 
 
-def test_default_device_does_not_matter():
-    conv = nn.Conv2d(3, 3, 3, padding=1)
+@pytest.mark.parametrize('rel_pos', POINTED)
+def test_default_device_does_not_matter(rel_pos):
+    conv, tokens = nn.Conv2d(3, 3, 3, padding=1), torch.randn(1, 9, 48)
     with torch.device('meta'):
-        attn = conv2d_to_attention(conv, 4, 3)
-    assert torch.equal(attn.proj.weight, conv2d_to_attention(conv, 4, 3).proj.weight)
+        attn = conv2d_to_attention(conv, 4, 3, rel_pos=rel_pos)
+    torch.testing.assert_close(attn(tokens), conv2d_to_attention(conv, 4, 3, rel_pos=rel_pos)(tokens))

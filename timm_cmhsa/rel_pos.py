@@ -214,7 +214,7 @@ class QuadraticRelPos(RelPos):
         return {'center': (self.num_heads, 2), 'inv_std': (self.num_heads, *self._unit_inv_std().shape)}
 
     def _unit_inv_std(self) -> torch.Tensor:
-        return torch.ones(())
+        return torch.ones((), device='cpu')
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -237,7 +237,7 @@ class QuadraticRelPos(RelPos):
         if len(offsets) != 1:
             raise ValueError(f'A head has one centre, not {len(offsets)}.')
         assert self.zero_key_bias is not None
-        self.center[head] = torch.tensor(offsets[0], dtype=self.center.dtype)
+        self.center[head] = torch.tensor(offsets[0], device='cpu').to(self.center)
         self.inv_std[head] = self._unit_inv_std() * math.sqrt(2 * sharpness)
         self.zero_key_bias[head] = -sharpness / 2
 
@@ -256,7 +256,7 @@ class GeneralQuadraticRelPos(QuadraticRelPos):
     name = 'quadratic_gen'
 
     def _unit_inv_std(self) -> torch.Tensor:
-        return torch.eye(2)
+        return torch.eye(2, device='cpu')
 
     def inv_covariance(self) -> torch.Tensor:
         # element by element: never in half precision by AMP
