@@ -4,7 +4,8 @@ timm's `resnet18` is trained on 400 digits, each at a random place on a 32 x 32 
 convolutions by self-attention that computes the same function: all of them, or those of the last two stages. Both
 train on, beside the CNN itself. About 20 minutes on 2 cores.
 
-The output folder gets the table. What was stopped goes on where it stopped.
+The output folder gets the table, and pictures of what the heads look at in the end. What was stopped goes on where it
+stopped.
 """
 import argparse
 import copy
@@ -19,10 +20,12 @@ from digits import CANVAS, Digits
 from runs import Run, split_digits
 from table1 import spread
 from timing import training_times
+from timm.models import load_checkpoint
 from torch import nn
 from two_phase import BATCH_SIZE, Stage, create, evaluate, train, write_whole
 
 from timm_cmhsa import attend_convs, attended_convs
+from timm_cmhsa.plots import plot_attention
 
 NUM_TRAIN = 400
 INPUT_SIZE = (1, CANVAS, CANVAS)
@@ -41,6 +44,7 @@ def main() -> None:
     table = markdown(results)
     write_whole(args.output / 'attend_resnet.md', table)
     print(table)
+    picture(args.output / folder_name(0, args), args.output / 'pictures')
 
 
 def parse_args() -> argparse.Namespace:
@@ -55,9 +59,13 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
+def folder_name(seed: int, args: argparse.Namespace) -> str:
+    return f'seed{seed}-epochs{args.epochs}'
+
+
 def compare(seed: int, args: argparse.Namespace) -> Dict[str, Dict[str, float]]:
     """Train the CNN, rewrite it, and fine-tune all forms: accuracies by form."""
-    folder = args.output / f'seed{seed}-epochs{args.epochs}'
+    folder = args.output / folder_name(seed, args)
     path = folder / 'result.json'
     if path.exists():
         return json.loads(path.read_text())
@@ -93,6 +101,16 @@ def logits_error(expected: nn.Module, actual: nn.Module, data: Digits) -> float:
     images = torch.stack([data[i][0] for i in range(64)])
     logits = expected(images)
     return ((actual(images) - logits).abs().max() / logits.abs().max()).item()
+
+
+def picture(folder: Path, output: Path) -> None:
+    """What the fine-tuned heads look at: a checkpoint is loaded into a model that is made and rewritten alike."""
+    title = 'all convolutions'
+    model = forms_of(timm.create_model('resnet18', **MODEL_ARGS))[title]
+    load_checkpoint(model, str(folder / title.replace(' ', '_') / 'last.pth.tar'))
+    stage = Stage('cnn', 'CNN', 'resnet18', MODEL_ARGS, 1, lr=0., canvas=CANVAS)
+    test_data = split_digits(Run(stage, NUM_TRAIN, seed=0))[2]
+    plot_attention(model, output, images=torch.stack([test_data[i][0] for i in range(64)]))
 
 
 def markdown(results: List[Dict[str, Dict[str, Any]]]) -> str:

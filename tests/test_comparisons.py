@@ -195,6 +195,7 @@ def test_attended_resnet(tmp_path):
     assert rows['none']['error'] == 0
     assert all(0 < rows[title]['error'] < 5e-6 for title in list(rows)[1:])
     assert rows['none']['params'] < rows['last two stages']['params'] < rows['all convolutions']['params']
+    assert (tmp_path / 'pictures' / 'attention.png').exists()
     before = (tmp_path / 'seed0-epochs2' / 'result.json').stat().st_mtime_ns
     assert run('attend_resnet.py', *arguments).stdout.endswith(table + '\n')
     assert (tmp_path / 'seed0-epochs2' / 'result.json').stat().st_mtime_ns == before
