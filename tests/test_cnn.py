@@ -311,6 +311,7 @@ def test_attended_model_is_traced_and_fused_like_others():
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.jit.script(model)(x), expected, atol=1e-5, rtol=1e-5)
     fused = timm.utils.reparameterize_model(model)
+    assert len(attended_convs(fused)) < len(attended_convs(model))
     assert sum(p.numel() for p in fused.parameters()) < sum(p.numel() for p in model.parameters())
     torch.testing.assert_close(fused(x), expected, atol=1e-4, rtol=1e-4)
 

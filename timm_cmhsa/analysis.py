@@ -60,7 +60,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     layers = attention_layers(model)
     maps: Dict[str, AttentionMaps] = {}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_eval_mode(model))
+        stack.enter_context(eval_mode(model))
         for name, layer in layers.items():
             stack.enter_context(_watched(name, layer, len(images), maps))
         model(images)
@@ -87,7 +87,8 @@ def _watched(name: str, layer: Any, num_images: int, maps: Dict[str, AttentionMa
 
 
 @contextlib.contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, and afterwards in the mode that it was in."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:

@@ -12,9 +12,10 @@ from timm.models import register_notrace_function
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
+from .analysis import eval_mode
 from .construction import keeps_size, plan_heads, rewrite
 from .patches import Size2d, patchify, unpatchify
-from .token_mixers import is_watched
+from .token_mixers import RelPosAttention, is_watched
 
 _logger = logging.getLogger(__name__)
 
@@ -200,10 +201,13 @@ def attend_convs(
 
 
 def attended_convs(model: nn.Module) -> AttendedConvs:
-    """What `attend_convs` has replaced in a model, and what that costs: a list that prints as a table."""
+    """What `attend_convs` has replaced in a model, and what that costs: a list that prints as a table.
+
+    Layers that have been folded for inference since are not in it.
+    """
     layers = AttendedConvs()
     for name, module in model.named_modules():
-        if isinstance(module, AttendedConv2d):
+        if isinstance(module, AttendedConv2d) and isinstance(module.attn, RelPosAttention):
             attn, num_patches = module.attn, math.prod(module.grid_size)
             layers.append(AttendedLayer(
                 name=name,
@@ -270,20 +274,18 @@ def _map_sizes(
             sizes[conv].append(seen)
 
     handles = [conv.register_forward_hook(see, with_kwargs=True) for conv in sizes]
-    training = {module: module.training for module in model.modules()}
     weight = next(model.parameters())
     try:
         if weight.is_meta:
             raise RuntimeError('it is on the meta device, and has no weights')
-        model.eval()(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
+        with eval_mode(model):
+            model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
     except Exception as e:  # whatever it is, the model does not run with this
         reason = (str(e) or type(e).__name__).splitlines()[0]
         raise ValueError(f'{type(model).__name__} does not run with input_size={input_size}: {reason}') from e
     finally:
         for handle in handles:
             handle.remove()
-        for module, was_training in training.items():
-            module.training = was_training
     return sizes
 
 
