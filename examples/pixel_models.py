@@ -36,6 +36,7 @@ class Choice(NamedTuple):
     title: str
     model: str
     model_args: Dict[str, Any]
+    lr: float = 2e-3
 
 
 CHOICES = (
@@ -43,7 +44,7 @@ CHOICES = (
     Choice('quadratic', 'pixel_attn_quadratic', SHAPE),
     Choice('generalised quadratic', 'pixel_attn_quadratic_gen', SHAPE),
     Choice('learned', 'pixel_attn_learned', SHAPE),
-    Choice('learned, with content', 'pixel_attn_learned_content', SHAPE),
+    Choice('learned, with content', 'pixel_attn_learned_content', SHAPE, lr=5e-4),
 )
 
 
@@ -69,10 +70,10 @@ def parse_args() -> argparse.Namespace:
     add('--seeds', type=int, default=3, help='number of seeds (default: %(default)s)')
     add('--epochs', type=int, default=60, help='default: %(default)s')
     add('--output', type=Path, default=Path('output/pixel_models'), help='folder (default: %(default)s)')
-    add('--learning-rates', type=float, nargs='+', default=[2e-3],
-        help='that every model chooses from (default: %(default)s)')
+    add('--learning-rates', type=float, nargs='+', default=[],
+        help='that every model chooses from (default: rates that were found to do)')
     args = parser.parse_args()
-    if args.seeds < 1 or args.epochs < 1 or min(args.learning_rates) <= 0:
+    if args.seeds < 1 or args.epochs < 1 or min(args.learning_rates, default=1.) <= 0:
         parser.error('--seeds, --epochs and --learning-rates must be positive')
     return args
 
@@ -85,8 +86,8 @@ def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Ru
 
 
 def best_rate(choice: Choice, args: argparse.Namespace) -> float:
-    if len(args.learning_rates) == 1:
-        return args.learning_rates[0]
+    if not args.learning_rates:
+        return choice.lr
     runs = [plan(choice, rate, TUNING_SEED, args) for rate in args.learning_rates]
     results = run_all(runs, args.output / 'runs', f'learning rates, {choice.title}')
     top1 = {rate: result['validation']['top1'] for rate, result in zip(args.learning_rates, results)}
