@@ -118,7 +118,7 @@ def load(run: Run, output: Path) -> torch.nn.Module:
 
 def markdown(by_title: Dict[str, List[Dict[str, Any]]], rates: Dict[str, float]) -> str:
     models = {choice.title: timm.create_model(choice.model, **choice.model_args) for choice in CHOICES}
-    seconds = training_times(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats=30)
+    seconds = training_times(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats=20)
     lines = ['| model | parameters | learning rate | top-1, % | step, ms |', '|---|---:|---:|---:|---:|']
     for title, results in by_title.items():
         accuracy = spread([result['test']['top1'] for result in results])
