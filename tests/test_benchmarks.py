@@ -1,5 +1,6 @@
 """The benchmarks as a user runs them, on the smallest models and batches."""
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -87,3 +88,11 @@ def test_bad_options(run, arguments, message):
     result = run('speed.py', *arguments)
     assert result.returncode == 2
     assert message in result.stderr
+
+
+def test_attend_convs():
+    command = [sys.executable, '-W', 'ignore', ROOT / 'benchmarks' / 'attend_convs.py']
+    stdout = subprocess.check_output([*command, '--model', 'test_resnet', '--img-size', '32'], text=True)
+    *table, figures = stdout.strip().splitlines()
+    assert table[-1].startswith(f'{len(table) - 2} in all')
+    assert float(re.search(r'logits differ by ([\d.e-]+);', figures)[1]) < 5e-6
