@@ -24,6 +24,7 @@ from two_phase import BATCH_SIZE, Stage, evaluate, train, write_whole
 
 from timm_cmhsa import attention_maps, head_statistics, prune_degenerate_heads
 from timm_cmhsa.analysis import HeadStatistics
+from timm_cmhsa.plot_cli import in_order_of_training
 from timm_cmhsa.plots import plot_attention
 
 NUM_TRAIN = 400
@@ -88,6 +89,8 @@ def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Ru
 def best_rate(choice: Choice, args: argparse.Namespace) -> float:
     if not args.learning_rates:
         return choice.lr
+    if len(args.learning_rates) == 1:
+        return args.learning_rates[0]
     runs = [plan(choice, rate, TUNING_SEED, args) for rate in args.learning_rates]
     results = run_all(runs, args.output / 'runs', f'learning rates, {choice.title}')
     top1 = {rate: result['validation']['top1'] for rate, result in zip(args.learning_rates, results)}
@@ -158,8 +161,7 @@ def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
 def pictures(run: Run, output: Path) -> None:
     """What the heads of the trained model look at, and how that changed in training."""
     folder = output / 'runs' / run.name / run.stage.name
-    checkpoints = sorted(
-        folder.glob('checkpoint-*.pth.tar'), key=lambda path: int(path.name.split('-')[1].split('.')[0]))
+    checkpoints = in_order_of_training(list(folder.glob('checkpoint-*.pth.tar')))
     images = torch.stack([split_digits(run)[2][i][0] for i in range(64)])
     plot_attention(checkpoints, output / 'pictures' / run.stage.name, images=images, html=True)
 

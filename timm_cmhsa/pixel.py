@@ -52,6 +52,9 @@ class PositionalAttention(nn.Module):
             rel_pos: Relative position encoding, see `rel_pos.py`.
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
+
+        Raises:
+            ValueError: If the number of heads is negative, there is no such encoding, or it needs queries.
         """
         if num_heads < 0:
             raise ValueError(f'{num_heads=} must not be negative.')

@@ -154,9 +154,9 @@ class RelPosAttention(Attention):
             head_dim: Width of a head; by default that of a token, as in the paper (d_H = d).
             dim_out: Output width; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
-            rel_pos: Relative position encoding, see `rel_pos.py`.
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
+            rel_pos: Relative position encoding, see `rel_pos.py`.
 
         Raises:
             ValueError: If there is no head, or a head has no width.
