@@ -69,7 +69,7 @@ def test_thin_heads_express_the_convolution(name, kernel_size, num_heads):
     conv = nn.Conv2d(model.hidden_chans, model.hidden_chans, kernel_size, padding=kernel_size // 2)
     spare = 6 if num_heads == 22 else 0
     patch_size, grid_size = model.patch_embed.patch_size, model.patch_embed.grid_size
-    assert len(plan_heads(conv, patch_size, grid_size, num_heads, attn.head_dim)) == num_heads - spare
+    assert len(plan_heads(conv, patch_size, grid_size, attn.head_dim)) == num_heads - spare
 
 
 def test_a_folded_model_cannot_be_published():

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from timm_cmhsa import attend_convs, attended_convs, cnn, token_mixers
+from timm_cmhsa import attend_convs, attention_summary, cnn, efficient
 from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d
 
 
@@ -48,7 +48,7 @@ def test_logits_are_equal_to_rounding(name, names, size, num_replaced):
     model = natural(timm.create_model(name, num_classes=10))
     expected, x = copy.deepcopy(model), torch.randn(2, *size)
     assert attend_convs(model, names, size) is model
-    assert len(attended_convs(model)) == num_replaced
+    assert len(attention_summary(model)) == num_replaced
     assert timm.data.resolve_model_data_config(model)['input_size'] == size
     assert sum(isinstance(module, AttendedConv2d) for module in model.modules()) == num_replaced
     assert logits_error(model, expected, x) <= 5e-6
@@ -147,17 +147,17 @@ def test_report_tells_what_was_replaced_and_what_it_costs(caplog):
     model = timm.create_model('resnet18')
     with caplog.at_level(logging.INFO, 'timm_cmhsa'):
         attend_convs(model, ['conv1', 'layer4.1.conv2'], (3, 64, 64))
-    stem, last = attended_convs(model)
+    stem, last = attention_summary(model)
     assert (stem.name, stem.convolution, stem.grid_size) == ('conv1', '7x7, stride 2', (32, 32))
     assert (last.num_heads, last.head_dim, last.convolution) == (9, 512, '3x3')
     assert last.params == (9 * 512 ** 2, sum(p.numel() for p in model.layer4[1].conv2.parameters()))
     assert last.macs[0] == 9 * 512 ** 2 * 4
     assert stem.macs[0] == 7 * 7 * 3 * 64 * 32 * 32
     assert stem.macs[1] > 2 * 32 ** 4 * stem.num_heads * stem.head_dim
-    table = str(attended_convs(model))
+    table = str(attention_summary(model))
     assert len(table.splitlines()) == 4
     assert table in caplog.text
-    assert attended_convs(timm.create_model('resnet18')) == []
+    assert attention_summary(timm.create_model('resnet18')) == []
 
 
 @pytest.mark.parametrize('num_patches', [4, 64])
@@ -165,7 +165,7 @@ def test_multiply_accumulates_are_those_of_the_layer(num_patches):
     """The count of the report is what PyTorch counts, up to the zero key and the padding of folded keys."""
     side = int(num_patches ** 0.5)
     model = attend_convs(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)), '*', (32, side, side))
-    layer, = attended_convs(model)
+    layer, = attention_summary(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.randn(1, 32, side, side))
     assert layer.macs[1] == pytest.approx(counter.get_total_flops() / 2, rel=0.35)
@@ -184,7 +184,7 @@ def test_code_that_asks_a_convolution_for_its_shape_gets_an_answer():
     model = natural(timm.create_model('davit_tiny', num_classes=3))
     expected = copy.deepcopy(model)
     attend_convs(model, '*cpe*', (3, 64, 64))
-    assert attended_convs(model)
+    assert attention_summary(model)
     assert logits_error(model, expected, torch.randn(1, 3, 64, 64)) <= 5e-6
 
 
@@ -296,9 +296,9 @@ def test_frozen_and_half_precision_convolutions_stay_so():
 def test_large_maps_attend_in_chunks(monkeypatch):
     model = natural(timm.create_model('resnet18', num_classes=3))
     expected, x = copy.deepcopy(model), torch.randn(1, 3, 64, 64)
+    monkeypatch.setattr(efficient, 'MAX_BIAS_ENTRIES', 2 ** 18)
     attend_convs(model, '*', (3, 64, 64))
-    monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', 2 ** 18)
-    assert model.conv1.attn.needs_chunks()
+    assert model.conv1.attn.can_chunk()
     assert logits_error(model, expected, x) <= 5e-6
 
 
@@ -311,7 +311,7 @@ def test_attended_model_is_traced_and_fused_like_others():
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.jit.script(model)(x), expected, atol=1e-5, rtol=1e-5)
     fused = timm.utils.reparameterize_model(model)
-    assert len(attended_convs(fused)) < len(attended_convs(model))
+    assert len(attention_summary(fused)) < len(attention_summary(model))
     assert sum(p.numel() for p in fused.parameters()) < sum(p.numel() for p in model.parameters())
     torch.testing.assert_close(fused(x), expected, atol=1e-4, rtol=1e-4)
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from timm_cmhsa import conv2d_to_attention, patchify, unpatchify
 from timm_cmhsa.construction import exact_sharpness, plan_heads
-from timm_cmhsa.rel_pos import POINTED
+from timm_cmhsa.rel_pos import POINTABLE
 
 
 def relative_error(actual, expected):
@@ -56,7 +56,7 @@ def convolutions(draw):
         groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), kernel, stride=stride, padding=padding,
         dilation=dilation, groups=groups, bias=draw(st.booleans()), padding_mode=padding_mode)
     head_dim = draw(st.sampled_from([None, None, 1, 5, 16, 64]))
-    return conv, patch, grid, dict(head_dim=head_dim, rel_pos=draw(st.sampled_from(POINTED)))
+    return conv, patch, grid, dict(head_dim=head_dim, rel_pos=draw(st.sampled_from(POINTABLE)))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
@@ -411,7 +411,7 @@ def test_only_convolutions_are_rewritten():
             conv2d_to_attention(module, 4, 3)
 
 
-@pytest.mark.parametrize('rel_pos', POINTED)
+@pytest.mark.parametrize('rel_pos', POINTABLE)
 def test_default_device_does_not_matter(rel_pos):
     conv, tokens = nn.Conv2d(3, 3, 3, padding=1), torch.randn(1, 9, 48)
     with torch.device('meta'):

@@ -7,7 +7,7 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 from timm_cmhsa import RelPosAttention, conv2d_to_attention, convert_state_dict, patchify
-from timm_cmhsa.token_mixers import FoldedRelPosAttention
+from timm_cmhsa.efficient import AbsorbedRelPosAttention
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a CUDA GPU')
 
@@ -81,7 +81,7 @@ def test_converted_model_agrees(models, dtype):
 
 def test_amp_training_step(models):
     model = models[1].train()
-    if isinstance(model.blocks[0].attn, FoldedRelPosAttention):
+    if isinstance(model.blocks[0].attn, AbsorbedRelPosAttention):
         pytest.skip('has nothing to train')
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.amp.GradScaler('cuda')
     start = {name: parameter.clone() for name, parameter in model.named_parameters()}

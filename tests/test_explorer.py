@@ -16,9 +16,9 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
+from timm_cmhsa.explorer import explorer_html
 
 from timm_cmhsa.analysis import attention_maps
-from timm_cmhsa.explorer import explorer_html
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.plots import PlotError
 

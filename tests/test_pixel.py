@@ -40,7 +40,7 @@ def test_models_are_the_papers(name, num_heads, rel_pos, params, paper_params):
 
 @pytest.mark.parametrize(('name', 'paper', 'all_operations'), [
     ('pixel_attn_quadratic', 6.2, 9.0), ('pixel_attn_learned', 6.2, 9.0), ('pixel_attn_learned_content', 15., 20.9),
-    ('resnet18_cifar', 1.1, 1.1),
+    ('pixel_resnet18', 1.1, 1.1),
 ])
 def test_operations_are_the_papers(name, paper, all_operations):
     """The paper counts multiplications by weights, two operations each, and leaves out what attends."""
@@ -159,12 +159,12 @@ def test_card_cites_the_paper(tmp_path):
 
 
 def test_resnet_is_the_papers():
-    model = timm.create_model('resnet18_cifar')
+    model = timm.create_model('pixel_resnet18')
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(11.2e6, rel=0.005)
     assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-    backbone = timm.create_model('resnet18_cifar', features_only=True, in_chans=1)
+    backbone = timm.create_model('pixel_resnet18', features_only=True, in_chans=1)
     sizes = [32 // y.shape[-1] for y in backbone(torch.randn(1, 1, 32, 32))]
     assert sizes == backbone.feature_info.reduction() == [1, 1, 2, 4, 8]
     assert model.conv1.weight.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.1)  # He et al., by fan-out
     with pytest.raises(ValueError, match='leave out stem_type'):
-        timm.create_model('resnet18_cifar', stem_type='deep')
+        timm.create_model('pixel_resnet18', stem_type='deep')

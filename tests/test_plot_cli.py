@@ -11,9 +11,9 @@ from PIL import Image
 from safetensors.torch import save_file
 from timm.models import save_for_hf
 
-from timm_cmhsa.plot_cli import in_order_of_training, main
-from timm_cmhsa.plot_data import choose_images
-from timm_cmhsa.plots import PlotError, load_model, plot_attention
+from timm_cmhsa.cli import plot_main as main
+from timm_cmhsa.plots import PlotError, in_order_of_training, load_model, plot_attention
+from timm_cmhsa.plots.data import choose_images
 
 KWARGS = dict(rel_pos='quadratic_gen', depth=2, num_heads=3)
 
@@ -46,8 +46,8 @@ def folder(tmp_path_factory):
 
 
 def run(*arguments):
-    command = [sys.executable, '-W', 'ignore', '-m', 'timm_cmhsa.plot_cli', *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+    command = Path(sys.executable).with_name('plot_attention')
+    return subprocess.run([command, *map(str, arguments)], capture_output=True, text=True)
 
 
 def test_checkpoints_of_a_training_become_pictures_of_its_movement(folder, tmp_path):
@@ -164,7 +164,7 @@ def test_images_are_evenly_spaced_and_told_from_noise(folder, tmp_path):
 
 
 def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path):
-    code = 'import sys; sys.modules["matplotlib"] = None; from timm_cmhsa.plot_cli import main; sys.exit(main())'
+    code = 'import sys; sys.modules["matplotlib"] = None; from timm_cmhsa.cli import plot_main; sys.exit(plot_main())'
     command = [sys.executable, '-W', 'ignore', '-c', code, folder / 'local', '--output', tmp_path / 'out']
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2

@@ -10,7 +10,7 @@ from matplotlib.patches import Ellipse, Rectangle
 from PIL import Image
 from torch import nn
 
-from timm_cmhsa import RelPosAttention, plot_data
+from timm_cmhsa import RelPosAttention
 from timm_cmhsa.analysis import attention_maps, head_statistics
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.pixel import PositionalAttention
@@ -21,11 +21,12 @@ from timm_cmhsa.plots import (
     center_figure,
     gaussians,
     mean_attention,
-    movement_figures,
     plot_attention,
     statistics_figure,
     statistics_movement_figure,
 )
+from timm_cmhsa.plots import data as plot_data
+from timm_cmhsa.plots.draw import movement_figures
 
 
 class TwoGrids(nn.Module):

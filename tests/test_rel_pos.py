@@ -1,5 +1,4 @@
 import copy
-import io
 import itertools
 
 import pytest
@@ -7,10 +6,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from timm.layers import set_fused_attn
-from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import RelPosAttention, token_mixers
+from timm_cmhsa import RelPosAttention
 from timm_cmhsa.rel_pos import ENCODINGS, RelPosTable, create_rel_pos, resize_bias_table
 
 sizes = st.integers(1, 4)
@@ -33,14 +31,14 @@ def expected_bias(rel_pos, head, row, col, q):
     """The bias of one head at one offset, by the formulas of the papers."""
     offset = torch.tensor([row, col], dtype=torch.float64)
     if rel_pos.name == 'table':
-        height, width = rel_pos.window_size
+        height, width = rel_pos.grid_size
         return rel_pos.relative_position_bias_table[(height - 1 - row) * (2 * width - 1) + width - 1 - col, head]
     if rel_pos.name == 'quadratic':
         return -rel_pos.inv_std[head] ** 2 / 2 * (offset - rel_pos.center[head]).norm() ** 2
     if rel_pos.name == 'quadratic_gen':
         inv_covariance = rel_pos.inv_std[head] @ rel_pos.inv_std[head].T
         return -(offset - rel_pos.center[head]) @ inv_covariance @ (offset - rel_pos.center[head]) / 2
-    height, width = rel_pos.window_size
+    height, width = rel_pos.grid_size
     # embeddings are in the order of query minus key, as timm's tables are
     embed = torch.cat([rel_pos.row_embed[height - 1 - row], rel_pos.col_embed[width - 1 - col]])
     if rel_pos.name == 'learned':
@@ -87,8 +85,8 @@ def test_every_encoding_keeps_the_offsets_that_both_grids_know(name, grid, new_g
     nn.init.normal_(rel_pos.zero_key_bias)
     q = torch.randn(1, 2, 1, 4)
     before = rel_pos.get_bias(q.expand(1, 2, grid[0] * grid[1], 4))
-    rel_pos.set_window_size(new_grid)
-    assert rel_pos.window_size == new_grid
+    rel_pos.set_grid_size(new_grid)
+    assert rel_pos.grid_size == new_grid
     assert not any(parameter.requires_grad for parameter in rel_pos.parameters())
     after = rel_pos.get_bias(q.expand(1, 2, new_grid[0] * new_grid[1], 4))
     both = list(itertools.product(range(min(grid[0], new_grid[0])), range(min(grid[1], new_grid[1]))))
@@ -113,39 +111,42 @@ def test_attention_with_every_encoding_goes_everywhere(name):
 
 
 @pytest.mark.parametrize('name', ENCODINGS)
-def test_wide_heads_fold_whatever_the_encoding(name):
-    """Where the bias needs the queries there is nothing to fold; elsewhere the function is the same."""
+def test_wide_heads_absorb_weights_whatever_the_encoding(name):
+    """The function is the same; a bias that needs the queries leaves nothing to absorb."""
     attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=40, rel_pos=name), torch.randn(16, 6, 8)
-    assert attn.folding_pays(tokens) == (name != 'learned_content')
+    assert attn.absorb == attn.can_absorb() == (name != 'learned_content')
     assert (attn.fuse() is attn) == (name == 'learned_content')
     plain = copy.deepcopy(attn)
-    plain.qkv.register_forward_hook(lambda *_: None)
+    plain.absorb = False
     torch.testing.assert_close(attn(tokens), plain(tokens))
 
 
 @pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
-def test_attention_in_chunks_of_queries_is_the_same_with_the_same_gradients(name, monkeypatch):
+def test_attention_in_chunks_of_queries_is_the_same_with_the_same_gradients(name):
     attn = RelPosAttention(6, (3, 5), num_heads=2, head_dim=4, rel_pos=name, dtype=torch.float64)
     x, weights = torch.randn(2, 15, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 15, 6)
     results = []
-    for max_entries in (token_mixers.MAX_BIAS_ENTRIES, 4 * 2 * 16):  # 4 queries at a time
-        monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', max_entries)
-        assert attn.needs_chunks() == (max_entries == 128)
+    for attn.chunk_size in (None, 4, 15, 100):
+        assert f'chunk_size={attn.chunk_size}' in repr(attn)
         y = attn(x)
         with torch.no_grad():
             torch.testing.assert_close(attn(x), y)
         results.append([y, *torch.autograd.grad((y * weights).sum(), [x, *attn.parameters()])])
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
+    for result in results[1:]:
+        for actual, expected in zip(result, results[0]):
+            torch.testing.assert_close(actual, expected, atol=1e-12, rtol=1e-10)
 
 
-def test_unknown_encodings_and_those_that_cannot_be_pointed_are_told():
+def test_layers_of_many_tokens_attend_in_chunks():
+    attn = RelPosAttention(8, 64, num_heads=9, head_dim=8, device='meta')
+    assert attn.chunk_size == 2 ** 26 // (9 * 4097)
+    attn.set_grid_size((8, 8))
+    assert attn.chunk_size is None
+
+
+def test_unknown_encodings_are_told():
     with pytest.raises(ValueError, match="use 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'"):
         create_rel_pos('cubic', (2, 2), 1, 4)
-    with pytest.raises(ValueError, match="with rel_pos='learned': use 'table', 'quadratic' or 'quadratic_gen'"):
-        create_rel_pos('learned', (2, 2), 1, 4).point_head(0, [(0, 0)], 10.)
-    with pytest.raises(ValueError, match='depends on the queries'):
-        create_rel_pos('learned_content', (2, 2), 1, 4).offset_bias()
 
 
 def test_parameters_are_in_the_order_that_optimizers_have_saved():
@@ -155,13 +156,11 @@ def test_parameters_are_in_the_order_that_optimizers_have_saved():
 
 @pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
 def test_bias_is_never_rounded_by_autocast(name):
-    """Neither now nor later, when the one of a forward pass under autocast is taken again."""
     rel_pos = create_rel_pos(name, (2, 3), 4, 6).eval()
-    with torch.no_grad():
-        with torch.autocast('cpu', torch.bfloat16):
-            under_autocast = rel_pos.get_bias()
-        assert under_autocast.dtype == torch.float32
-        assert torch.equal(rel_pos.gather_bias(), under_autocast)
+    with torch.autocast('cpu', torch.bfloat16):
+        under_autocast = rel_pos.get_bias()
+    assert under_autocast.dtype == torch.float32
+    assert torch.equal(rel_pos.get_bias(), under_autocast)
 
 
 def dropped(attn, tokens, **kwargs):
@@ -170,32 +169,28 @@ def dropped(attn, tokens, **kwargs):
     return attn.train()(tokens, **kwargs)
 
 
-@pytest.mark.parametrize('form', ['fused', 'unfused', 'folded', 'chunks'])
-def test_dropout_of_attention_weights_reaches_every_form(form, monkeypatch):
+@pytest.mark.parametrize('form', ['fused', 'unfused', 'absorbed', 'chunks'])
+def test_dropout_of_attention_weights_reaches_every_form(form):
     set_fused_attn(form != 'unfused')
-    head_dim = 40 if form == 'folded' else 4
+    head_dim = 40 if form == 'absorbed' else 4
     attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=head_dim), torch.randn(16, 6, 8)
-    if form == 'chunks':
-        monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', 16)
-    assert attn.folding_pays(tokens) == (form == 'folded')
-    assert attn.needs_chunks() == (form == 'chunks')
+    attn.chunk_size = 4 if form == 'chunks' else None
+    assert attn.can_absorb() == (form == 'absorbed')
     torch.testing.assert_close(dropped(attn, tokens), attn.proj.bias.expand(16, 6, 8))
 
 
-def test_chunks_give_way_to_masks_maps_and_queries(monkeypatch):
-    """What needs all queries at once gets them; wide heads are not folded where that would take the whole bias."""
-    attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=40), torch.randn(16, 6, 8)
+def test_chunks_give_way_to_masks_and_maps():
+    """What needs all queries at once gets them."""
+    attn, tokens = RelPosAttention(8, (2, 3), num_heads=2, head_dim=4), torch.randn(16, 6, 8)
     mask = torch.ones(6, 6, dtype=torch.bool).tril()
     expected = attn(tokens, attn_mask=mask)
-    monkeypatch.setattr(token_mixers, 'MAX_BIAS_ENTRIES', 16)
-    assert attn.needs_chunks()
-    assert not attn.folding_pays(tokens)
-    assert attn.fuse() is attn
+    attn.chunk_size = 4
     torch.testing.assert_close(attn(tokens, attn_mask=mask), expected)
     torch.testing.assert_close(attn(tokens, is_causal=True), expected)
-    assert not RelPosAttention(8, (2, 3), num_heads=2, rel_pos='learned_content').needs_chunks()
-    set_fused_attn(False)
-    assert not RelPosAttention(8, (2, 3), num_heads=2).needs_chunks()
+    attn.fused_attn = False
+    assert not attn.can_chunk()
+
+
 
 
 def test_starts():
@@ -208,147 +203,3 @@ def test_starts():
     rel_pos = create_rel_pos('quadratic', (4, 4), 4000, 8)
     assert rel_pos.inv_std.mean().item() == pytest.approx(1, abs=1e-3)
     assert rel_pos.inv_std.std().item() == pytest.approx(0.01, rel=0.1)
-
-
-@pytest.fixture
-def rel_pos():
-    rel_pos = RelPosTable((2, 3), num_heads=4)
-    for parameter in rel_pos.parameters():
-        nn.init.normal_(parameter)
-    return rel_pos.eval()
-
-
-def test_bias_is_gathered_once_in_eval(rel_pos):
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            bias = rel_pos.get_bias()
-            assert rel_pos.get_bias() is bias
-            torch.testing.assert_close(bias, rel_pos.gather_bias(), atol=0, rtol=0)
-
-
-def step(rel_pos):
-    rel_pos.train()
-    optimizer = torch.optim.SGD(rel_pos.parameters(), lr=1.)
-    with torch.enable_grad():
-        rel_pos.get_bias().square().sum().backward()
-    optimizer.step()
-    rel_pos.eval()
-
-
-def step_in_eval(rel_pos):
-    with torch.enable_grad():
-        rel_pos.get_bias().square().sum().backward()
-    torch.optim.SGD(rel_pos.parameters(), lr=1.).step()
-
-
-def other_weights(rel_pos):
-    return {name: torch.randn_like(tensor) for name, tensor in rel_pos.state_dict().items()}
-
-
-def average_weights(rel_pos):
-    other = RelPosTable((2, 3), num_heads=4)
-    nn.init.ones_(other.zero_key_bias)
-    average = ModelEmaV3(other, decay=0.5)
-    average.module = rel_pos
-    average.update(other)
-
-
-def foreach(rel_pos):
-    torch._foreach_lerp_(list(rel_pos.parameters()), [torch.ones_like(p) for p in rel_pos.parameters()], 0.5)
-
-
-def same_values_elsewhere(rel_pos):
-    """A bias of the columns beside: its table, flattened, is the same for both grids."""
-    nn.init.zeros_(rel_pos.relative_position_bias_table)
-    rel_pos.relative_position_bias_table[[6, 8]] = 1.
-    rel_pos.get_bias()
-    rel_pos.set_window_size((3, 2))
-
-
-def assign_twice(rel_pos):
-    for _ in range(2):
-        rel_pos.load_state_dict(other_weights(rel_pos), assign=True)
-
-
-CHANGES = {
-    'training step': step,
-    'training step in eval mode': step_in_eval,
-    'load_state_dict': lambda rel_pos: rel_pos.load_state_dict(other_weights(rel_pos)),
-    'load_state_dict, assigned': assign_twice,
-    'in place': lambda rel_pos: nn.init.normal_(rel_pos.relative_position_bias_table),
-    'through the state dict': lambda rel_pos: rel_pos.state_dict()['zero_key_bias'].lerp_(torch.ones(4), 0.5),
-    'a new grid': lambda rel_pos: rel_pos.set_window_size((3, 3)),
-    'a new grid and back': lambda rel_pos: [rel_pos.set_window_size(size) for size in ((1, 1), (2, 3))],
-    'type': lambda rel_pos: rel_pos.double(),
-    'type and back': lambda rel_pos: rel_pos.bfloat16().float(),
-    'device': lambda rel_pos: rel_pos.to('meta'),
-    '.data': lambda rel_pos: rel_pos.zero_key_bias.data.add_(1),
-    'ModelEmaV3': average_weights,
-    'foreach': foreach,
-    'the same values for another grid': same_values_elsewhere,
-    'new .data': lambda rel_pos: setattr(rel_pos.zero_key_bias, 'data', torch.randn(4)),
-}
-
-
-@pytest.mark.parametrize('change', CHANGES)
-@torch.no_grad()
-def test_cached_bias_follows_every_change(rel_pos, change):
-    before = rel_pos.get_bias()
-    CHANGES[change](rel_pos)
-    after = rel_pos.get_bias()
-    assert after is not before
-    assert (after.dtype, after.device) == (rel_pos.zero_key_bias.dtype, rel_pos.zero_key_bias.device)
-    if not after.is_meta:
-        torch.testing.assert_close(after, rel_pos.gather_bias(), atol=0, rtol=0)
-
-
-def test_bias_has_gradients_where_these_are_asked_for(rel_pos):
-    with torch.no_grad():
-        rel_pos.get_bias()
-    assert rel_pos.get_bias().requires_grad
-    assert rel_pos.train().get_bias().requires_grad
-    with torch.no_grad():
-        assert rel_pos.get_bias() is not rel_pos.get_bias(), 'the next step changes it'
-
-
-def test_cached_bias_is_neither_saved_nor_copied():
-    rel_pos = RelPosTable((16, 16), num_heads=4).eval()
-
-    def saved_bytes():
-        buffer = io.BytesIO()
-        torch.save(rel_pos, buffer)
-        return len(buffer.getvalue())
-
-    before = saved_bytes()
-    with torch.no_grad():
-        rel_pos.get_bias()
-        assert saved_bytes() == before
-        twin = copy.deepcopy(rel_pos)
-        nn.init.ones_(twin.zero_key_bias)
-        assert (twin.get_bias()[..., -1] == 1).all()
-        assert not (rel_pos.get_bias()[..., -1] == 1).any()
-
-
-def test_large_bias_is_not_cached():
-    rel_pos = RelPosTable((48, 48), num_heads=4).eval()
-    with torch.no_grad():
-        assert rel_pos.get_bias() is not rel_pos.get_bias()
-
-
-def test_cached_bias_is_no_constant_of_a_trace():
-    """What is compiled, traced or exported reads the parameters it will have."""
-    attn, tokens = RelPosAttention(4, (2, 3), num_heads=4).eval(), torch.randn(1, 6, 4)
-    with torch.no_grad():
-        attn(tokens)
-        forms = [
-            torch.compile(attn, backend='eager', fullgraph=True),
-            torch.jit.trace(attn, tokens),
-            torch.fx.symbolic_trace(attn),
-            torch.jit.script(attn),
-        ]
-        for form in forms:
-            form(tokens)
-        nn.init.constant_(attn.rel_pos.zero_key_bias, 2.)
-        expected = attn(tokens)
-        for form in forms:
-            torch.testing.assert_close(form(tokens), expected)

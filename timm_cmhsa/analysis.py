@@ -6,9 +6,9 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
+from .attention import RelPosAttention
 from .patches import Size2d
 from .pixel import PositionalAttention
-from .token_mixers import RelPosAttention
 
 ATTENTION_LAYERS = (RelPosAttention, PositionalAttention)
 
@@ -39,7 +39,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
     if not layers:
         raise ValueError(
             f'{type(model).__name__} has no attention layer of timm_cmhsa to look at: use a phase-2 model, a pixel '
-            f'model or one with convolutions replaced by attend_convs. (A model folded for inference has no maps.)')
+            f'model or one with convolutions replaced by attend_convs. (A reparameterized model has no maps.)')
     return layers
 
 

@@ -1,293 +1,276 @@
-"""Checkpoint files: any that timm or PyTorch writes in, verified tensors out, whole or not at all."""
-import argparse
-import contextlib
-import hashlib
-import json
-import os
-import pickle
-import shutil
-import warnings
-import zipfile
+"""Models of files: a phase-1 model from a file, folder or the Hub; a model into a file or folder; the road between."""
+import math
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
-import safetensors
 import safetensors.torch
 import torch
 from timm.layers import to_2tuple
-from timm.models import clean_state_dict
+from timm.models._hub import save_config_for_hf
 
-WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
-PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
-ABOUT = ('label_names', 'label_descriptions', 'license')
-PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
+from .construction import HeadOptions
+from .convert import convert_model, fit_heads, matching_architecture, verify
+from .files import PICKLE_SUFFIXES, CheckpointError, check_destination, read_checkpoint, whole_or_nothing
+from .hub.download import PREFIXES, download
+from .images import image_dataset, read_images
+from .patches import Size2d
+from .phase1 import DTYPES, build_phase1
+from .report import ConversionReport
+
+TOLERANCE = 1e-4
+NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
+KNOWN_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'fc_norm', 'norm_layer', 'act_layer')
+# Those arguments of train.py that say how a model was trained. None can be a path or the name of something private.
+TRAINING_ARGS = (
+    'epochs', 'batch_size', 'world_size', 'grad_accum_steps', 'opt', 'opt_betas', 'momentum', 'lr', 'lr_base', 'sched',
+    'warmup_epochs', 'warmup_lr', 'cooldown_epochs', 'min_lr', 'weight_decay', 'layer_decay', 'clip_grad', 'drop',
+    'drop_path', 'aa', 'aug_repeats', 'reprob', 'color_jitter', 'hflip', 'vflip', 'scale', 'ratio', 'mixup', 'cutmix',
+    'smoothing', 'bce_loss', 'model_ema', 'model_ema_decay', 'amp', 'amp_dtype', 'seed')
 
 
-class CheckpointError(ValueError):
-    """A checkpoint cannot be read, converted or written; the message says why and what to do, in one line."""
+class VerificationError(RuntimeError):
+    """The converted model computes something else than its source; nothing was written."""
 
 
-class Checkpoint(NamedTuple):
-    """What a checkpoint says."""
-    state_dict: Dict[str, torch.Tensor]
-    architecture: Optional[str]  # timm's name of the model, where the checkpoint tells
-    model_args: Dict[str, Any]  # of `timm.create_model`, as far as it tells
-    pretrained_cfg: Dict[str, Any]  # preprocessing, label names and license, as far as it tells
-    training_args: Dict[str, Any]  # of timm's `train.py`, if that wrote it
-    sha256: str  # of the file that holds the tensors
+class Phase1(NamedTuple):
+    """A phase-1 model, and where it comes from."""
+    model: CmhsaConv  # computes in float32 at least
+    dtype: torch.dtype  # to write its conversion in
+    img_size_source: str
+    source: Dict[str, str]  # for the model card
+    source_sha256: str
+    training: Dict[str, str]  # how it was trained, as far as it tells
 
 
-def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
-    """Read tensors, and what is known of the model they belong to; prefixes of wrappers are stripped.
+def convert_checkpoint(
+        src: Union[str, Path],
+        dst: Union[str, Path],
+        *,
+        model: Optional[str] = None,
+        img_size: Optional[Size2d] = None,
+        patch_size: Optional[Size2d] = None,
+        in_chans: Optional[int] = None,
+        num_heads: Optional[int] = None,
+        head_dim: Optional[int] = None,
+        sharpness: Optional[float] = None,
+        approximate: bool = False,
+        rel_pos: str = 'table',
+        num_classes: Optional[int] = None,
+        use_ema: bool = False,
+        dtype: Optional[Union[str, torch.dtype]] = None,
+        images: Optional[Union[str, Path]] = None,
+        tolerance: Optional[float] = None,
+        force: bool = False,
+) -> ConversionReport:
+    """Rewrite a phase-1 checkpoint as a phase-2 checkpoint, verify that both compute the same, and write it.
 
     Args:
-        path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
-            `local-dir:` layout. Pickles are loaded with `weights_only=True`, which executes no code.
-        use_ema: Take the averaged weights that a training checkpoint holds beside the last ones.
+        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), folder in its `local-dir:` layout,
+            or model on the Hugging Face Hub, `hf-hub:USER/NAME` or `hf-hub:USER/NAME@revision`.
+        dst: `.safetensors`, `.pth`, or a folder that `timm.create_model('local-dir:...', pretrained=True)` loads.
+        model: Registered phase-2 model to convert to, see `convert_model`.
+        img_size: Input image size, pixels, where the checkpoint does not tell; by default that of the registered model
+            with tokens of this shape.
+        patch_size: Pixels per patch side, where the checkpoint does not tell and the patches are not square.
+        in_chans: Number of image channels, where the checkpoint does not tell; by default as many as a token carries,
+            at most 3.
+        num_heads, head_dim: Number and width of the heads, see `convert_model`.
+        sharpness, approximate, rel_pos: See `conv2d_to_attention`.
+        num_classes: Refuse a checkpoint with another number of classes.
+        use_ema: Convert the averaged weights of a training checkpoint.
+        dtype: Type of the written tensors; by default the source's.
+        images: Folder of images to verify on besides random ones; the first 64 are taken.
+        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
+            default 1e-4, and any where the rewrite is approximate.
+        force: Overwrite an existing destination.
+
+    Returns:
+        What was done, and the measured errors.
 
     Raises:
-        CheckpointError: If there is no such file, it is corrupt, holds code or no state dict.
+        CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
+        HubError: If the input cannot be had from the Hub. Nothing was written.
+        VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    config: Dict[str, Any] = {}
-    if path.is_dir():
-        config = _read_config(path / 'config.json')
-    path = _weights_file(path)
-    try:
-        content, metadata = _load(path)
-        sha256 = _sha256(path)
-    except OSError as e:
-        raise CheckpointError(f'{path} cannot be read: {e.strerror or e}.') from e
-    if not isinstance(content, dict):
-        raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
-
-    state_dict = _select_state_dict(content, path, use_ema)
-    state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice: older timm knows one order of wrappers only
-    try:
-        if not config and 'model_args' in metadata:
-            config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
-        elif not config:
-            config = _train_config(content)
-        return Checkpoint(state_dict, *_read_model(config), _train_args(content), sha256)
-    except (ValueError, TypeError, AttributeError, IndexError, KeyError) as e:
-        raise CheckpointError(f'{path} has a malformed model configuration: {_one_line(e)}.') from e
+    dst = Path(dst).resolve()
+    check_destination(dst, locate(src), force)
+    phase1 = load_phase1(src, img_size, patch_size, in_chans, num_classes, use_ema, dtype)
+    heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
+    converted, report = convert_and_verify(phase1, model, heads, images, tolerance)
+    save_model(converted, dst, report.metadata)
+    return report
 
 
-def _weights_file(path: Path) -> Path:
-    if path.is_dir():
-        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
-        if not names:
-            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
-        path = path / names[0]
-    if not path.is_file():
-        raise CheckpointError(
-            f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
-    return path
+def locate(src: Union[str, Path]) -> Path:
+    """Return the file or folder of a source, fetched from the Hub if it is there.
+
+    Raises:
+        HubError: If it cannot be had.
+    """
+    src = str(src)
+    return (download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))).resolve()
 
 
-def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
-    if path.suffix == '.safetensors':
-        try:
-            with safetensors.safe_open(path, framework='pt') as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-        except safetensors.SafetensorError as e:
-            raise CheckpointError(f'{path} is truncated or not a safetensors file: {_one_line(e)}.') from e
-    try:
-        # timm's training checkpoints hold their arguments in a Namespace
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of a file that is no checkpoint, one line says all
-            return torch.load(path, map_location='cpu', weights_only=True), {}
-    except pickle.UnpicklingError as e:
-        if 'GLOBAL' in str(e):
-            raise CheckpointError(
-                f'{path} needs code to load, which is never executed: save its state_dict() alone.') from e
-        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,
-            UnicodeDecodeError, zipfile.BadZipFile) as e:
-        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
-
-
-def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
-    """The same keys, in the same order, as timm's `load_state_dict`, but averaged weights only where asked for."""
-    ema = [key for key in ('state_dict_ema', 'model_ema') if content.get(key) is not None]
-    if use_ema and not ema:
-        raise CheckpointError(f'{path} holds no EMA weights: leave out --use-ema, or train with --model-ema.')
-    key = ema[0] if use_ema else next((key for key in ('state_dict', 'model') if key in content), None)
-    state_dict = content if key is None else content[key]
-    if not isinstance(state_dict, dict) or not state_dict:
-        raise CheckpointError(f'{path} holds no state dict{"" if key is None else f" in {key!r}"}.')
-    for name, value in state_dict.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise CheckpointError(f'{path} is not a state dict: {name!r} is a {type(value).__name__}.')
-    return state_dict
-
-
-def _read_config(path: Path) -> Dict[str, Any]:
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError as e:
-        raise CheckpointError(
-            f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.") from e
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f'{path} cannot be read: {_one_line(e)}.') from e
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a model configuration of timm's.")
-    return config
-
-
-def _train_args(content: Dict[str, Any]) -> Dict[str, Any]:
-    args = content.get('args')
-    return dict(args) if isinstance(args, dict) else vars(args) if isinstance(args, argparse.Namespace) else {}
-
-
-def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
-    """Bring the arguments of timm's `train.py` into the form of its config.json."""
-    args = _train_args(content)
-    model_args = dict(args.get('model_kwargs') or {})
-    for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
-        if args.get(name) is not None:
-            model_args.setdefault(key, args[name])
-    return {
-        'architecture': content.get('arch') or args.get('model'),
-        'model_args': model_args,
-        'pretrained_cfg': {key: args[key] for key in ('input_size', *PREPROCESSING) if args.get(key)},
+def load_phase1(
+        src: Union[str, Path],
+        img_size: Optional[Size2d] = None,
+        patch_size: Optional[Size2d] = None,
+        in_chans: Optional[int] = None,
+        num_classes: Optional[int] = None,
+        use_ema: bool = False,
+        dtype: Optional[Union[str, torch.dtype]] = None,
+) -> Phase1:
+    """Load the phase-1 model of a checkpoint. Arguments and errors are those of `convert_checkpoint`."""
+    checkpoint = read_checkpoint(locate(src), use_ema)
+    known = {key: checkpoint.model_args[key] for key in KNOWN_ARGS if checkpoint.model_args.get(key) is not None}
+    img_size_source = 'from the checkpoint' if 'img_size' in known else 'as asked for'
+    for key, value in (('img_size', img_size), ('patch_size', patch_size), ('in_chans', in_chans)):
+        if value is not None and to_2tuple(known.setdefault(key, value)) != to_2tuple(value):
+            raise CheckpointError(f'the checkpoint was trained with {key}={known[key]}, where {value} was asked for.')
+    state_dict = checkpoint.state_dict if dtype is None else _cast(checkpoint.state_dict, dtype)
+    model = build_phase1(state_dict, checkpoint.architecture, checkpoint.pretrained_cfg, **known)
+    if num_classes is not None and num_classes != model.num_classes:
+        raise CheckpointError(f'the checkpoint has {model.num_classes} classes, where {num_classes} were expected.')
+    if 'img_size' not in known:
+        img_size_source = f"default of {model.pretrained_cfg['architecture']}"
+    written = next(model.parameters()).dtype
+    src = str(src)
+    source = {
+        # other folders are nobody's business
+        'Checkpoint': src if src.startswith(PREFIXES) else Path(src).name,
+        'Token mixer': '{} x {} convolution'.format(*model.blocks[0].attn.conv.kernel_size),
     }
+    if checkpoint.architecture:
+        source = {'Architecture': checkpoint.architecture, **source}
+    return Phase1(
+        model=model.to(torch.promote_types(torch.float32, written)),
+        dtype=written,
+        img_size_source=img_size_source,
+        source=source,
+        source_sha256=checkpoint.sha256,
+        training=training_details(checkpoint.training_args),
+    )
 
 
-def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
-    """Architecture, model arguments and the rest as config.json has them; timm lets its root overrule the inside."""
-    architecture, pretrained_cfg = config.get('architecture'), dict(config.get('pretrained_cfg') or {})
-    pretrained_cfg.update((key, config[key]) for key in ('label_names', 'label_descriptions') if key in config)
-    if architecture is not None and not isinstance(architecture, str):
-        raise TypeError('the architecture is not a name')
-    model_args = dict(config.get('model_args') or {})
-    if pretrained_cfg.get('input_size') is not None:
-        chans, *size = pretrained_cfg['input_size']
-        model_args = {'in_chans': chans, 'img_size': size, **model_args}
-    if model_args.get('img_size') is not None:
-        height, width = to_2tuple(model_args['img_size'])
-        model_args['img_size'] = int(height), int(width)
-    known = {key: pretrained_cfg[key] for key in (*PREPROCESSING, *ABOUT) if pretrained_cfg.get(key)}
-    return architecture, model_args, known
+def convert_and_verify(
+        phase1: Phase1,
+        architecture: Optional[str] = None,
+        heads: Optional[HeadOptions] = None,
+        images: Optional[Union[str, Path]] = None,
+        tolerance: Optional[float] = None,
+) -> Tuple[CmhsaAttn, ConversionReport]:
+    """Convert a phase-1 model and measure how exact that is. Arguments and errors are those of `convert_checkpoint`."""
+    try:
+        architecture = architecture or matching_architecture(phase1.model)
+        heads = fit_heads(phase1.model, architecture, heads or HeadOptions())
+        converted = convert_model(phase1.model, architecture, *heads)
+    except ValueError as e:
+        raise CheckpointError(str(e)) from e
+    compute_dtype = next(phase1.model.parameters()).dtype
+    converted.to(phase1.dtype).to(compute_dtype)  # what is written is what is verified
+    generator = torch.Generator().manual_seed(0)
+    random_images = torch.randn(
+        NUM_RANDOM_IMAGES, phase1.model.in_chans, *phase1.model.patch_embed.img_size, generator=generator)
+    real_images = random_images[:0]
+    if images is not None:
+        dataset = image_dataset(Path(images), converted)
+        real_images = read_images(dataset, Path(images), range(min(len(dataset), MAX_REAL_IMAGES)))
+    measured = verify(phase1.model, converted, torch.cat([random_images, real_images]).to(compute_dtype))
+    assert heads.sharpness is not None
+    report = ConversionReport(
+        architecture=architecture,
+        model_args=json_args(converted),
+        img_size_source=phase1.img_size_source,
+        sharpness=heads.sharpness,
+        approximate=heads.approximate,
+        num_random_images=len(random_images),
+        num_real_images=len(real_images),
+        source=phase1.source,
+        source_sha256=phase1.source_sha256,
+        training=phase1.training,
+        **measured._asdict(),
+    )
+    if tolerance is None:
+        tolerance = math.inf if heads.approximate else TOLERANCE
+    if not report.max_error <= tolerance:
+        raise VerificationError(
+            f'{report}\nerror {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was written.')
+    return converted.to(phase1.dtype), report
 
 
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open('rb') as file:
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+def _cast(state_dict: Dict[str, torch.Tensor], dtype: Union[str, torch.dtype]) -> Dict[str, torch.Tensor]:
+    dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
+        raise CheckpointError(f'dtype {dtype} is none of {", ".join(DTYPES)}.')
+    cast = {name: tensor.to(dtype) for name, tensor in state_dict.items()}
+    for name, tensor in cast.items():
+        if state_dict[name].isfinite().all() and not tensor.isfinite().all():
+            raise CheckpointError(f'{name} has values that do not fit into {dtype}: choose another dtype.')
+    return cast
 
 
-def same_model_folders(one: Path, other: Path) -> bool:
-    """Whether two folders hold the same tensors, and otherwise the same files."""
-    names = {path.name for path in one.iterdir()}
-    if names != {path.name for path in other.iterdir()}:
-        return False
-    if any((one / name).read_bytes() != (other / name).read_bytes() for name in names - {'model.safetensors'}):
-        return False
-    # not byte for byte either: metadata has no order
-    tensors, metadata = _load(one / 'model.safetensors')
-    other_tensors, other_metadata = _load(other / 'model.safetensors')
-    return (
-        metadata == other_metadata and tensors.keys() == other_tensors.keys()
-        and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items()))
+def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
+    """Return those of train.py's arguments that say how a model was trained, but for the ones that are off."""
+    known = {name: args.get(name) for name in TRAINING_ARGS}
+    return {
+        name.replace('_', '-'): ' '.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        for name, value in known.items() if value not in (None, False, 0, '', [])}
 
 
-def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:
-    """Refuse a destination that would lose something, before any work is done.
-
-    Raises:
-        CheckpointError: If it is the source, exists and may not be overwritten, or cannot be written.
-    """
-    if src is not None and (dst == src or dst in src.parents or src in dst.parents):
-        raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
-    if dst.is_dir():
-        names = {entry.name for entry in dst.iterdir()}
-        if names and not {'model.safetensors'} <= names <= {'model.safetensors', 'config.json', 'README.md'}:
-            raise CheckpointError(
-                f'{dst} is a folder that holds {min(names)}, not a converted model: choose a new folder.')
-    elif dst.suffix[1:].isalpha() and dst.suffix not in ('.safetensors', *PICKLE_SUFFIXES):
-        raise CheckpointError(f'{dst.name} has an unknown suffix: use .safetensors or .pth, or none for a folder.')
-    if dst.exists() and not force and not (dst.is_dir() and not names):
-        raise CheckpointError(f'{dst} exists already: choose another destination, or overwrite it with --force.')
-    if not dst.parent.is_dir():
-        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
-    if not os.access(dst.parent, os.W_OK):
-        raise CheckpointError(f'{dst.parent} is not writable: choose another destination.')
-
-
-def write_checkpoint(
-        dst: Path,
-        state_dict: Dict[str, torch.Tensor],
-        metadata: Dict[str, str],
-        describe: Callable[[Path], None],
-) -> None:
-    """Write a state dict, whole or not at all: killed at any moment, it leaves the old checkpoint or none.
+def save_model(model: Cmhsa, dst: Path, metadata: Dict[str, str]) -> None:
+    """Write a model, whole or not at all.
 
     Args:
+        model: Model to write.
         dst: `.safetensors`, `.pth` (or another suffix of a pickle), or else a folder for timm's `local-dir:`.
-        state_dict: Tensors to write.
         metadata: Written into safetensors.
-        describe: Writes config.json and the like into the folder it is given.
 
     Raises:
-        CheckpointError: If the destination cannot be written; nothing is left there.
+        CheckpointError: If the destination cannot be written.
     """
-    partial = dst.with_name(f'.{dst.name}.partial')
-    try:
-        with _removed_on_failure(partial):
-            if dst.suffix == '.safetensors':
-                safetensors.torch.save_file(state_dict, partial, metadata)
-            elif dst.suffix in PICKLE_SUFFIXES:
-                torch.save(state_dict, partial)
-            else:
-                partial.mkdir()
-                safetensors.torch.save_file(state_dict, partial / 'model.safetensors', metadata)
-                describe(partial)
-            for path in [*partial.glob('*')] or [partial]:
-                with path.open('rb') as file:
-                    os.fsync(file.fileno())
-            _replace(partial, dst)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as e:
-        raise CheckpointError(f'{dst} cannot be written: {_one_line(e)}. Nothing was written.') from e
+    with whole_or_nothing(dst) as partial:
+        if dst.suffix == '.safetensors':
+            safetensors.torch.save_file(tensors_of(model), partial, metadata)
+        elif dst.suffix in PICKLE_SUFFIXES:
+            torch.save(tensors_of(model), partial)
+        else:
+            write_folder(model, partial, metadata)
 
 
-def _replace(partial: Path, dst: Path) -> None:
-    old = dst.with_name(f'.{dst.name}.old')
-    if not dst.is_dir():
-        partial.replace(dst)
-        _remove(old)  # what a killed run left
-        return
-    # a folder with files in it cannot be replaced in one step: between the two lines there is none
-    _remove(old)
-    dst.rename(old)
-    try:
-        partial.replace(dst)
-    except OSError:
-        old.rename(dst)
-        raise
-    with contextlib.suppress(OSError):
-        _remove(old)
+def write_folder(
+        model: Cmhsa,
+        folder: Path,
+        metadata: Dict[str, str],
+        config: Optional[Dict[str, Any]] = None,
+) -> None:
+    """Write model.safetensors and config.json into a new folder.
+
+    Args:
+        model: Model to write.
+        folder: Folder to make.
+        metadata: Written into safetensors.
+        config: Written into config.json besides the model's own configuration.
+    """
+    folder.mkdir()
+    safetensors.torch.save_file(tensors_of(model), folder / 'model.safetensors', metadata)
+    save_config_for_hf(model, folder / 'config.json', model_args=json_args(model), model_config=config)
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
+def tensors_of(model: Cmhsa) -> Dict[str, torch.Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
 
 
-@contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove what an earlier, killed run left at this path, and what this one leaves if it fails."""
-    _remove(path)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _remove(path)
-        raise
+def json_args(model: Cmhsa) -> Dict[str, Any]:
+    """Return the arguments of `timm.create_model` for a model like this, as config.json can hold them.
 
-
-def _one_line(error: BaseException) -> str:
-    text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-    return text.strip().splitlines()[0].rstrip('.')
+    Raises:
+        CheckpointError: If one is a Python object such as a class.
+    """
+    args = {key: int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
+            for key, value in model.model_args().items() if value is not None}
+    for key, value in args.items():
+        if not isinstance(value, (bool, int, float, str, tuple, list)):
+            raise CheckpointError(f'{key}={value} does not go into config.json: give the name that timm has for it.')
+    return args

@@ -1,94 +1,146 @@
-"""The `convert_checkpoint` command: a phase-1 checkpoint in, a phase-2 checkpoint out, on disk and on the Hub."""
+"""The commands `convert_checkpoint` and `plot_attention`: options, exit codes and one-line errors."""
 import argparse
 import json
+import logging
+import re
 import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
-from .checkpoints import PICKLE_SUFFIXES, CheckpointError, check_destination, same_model_folders
-from .convert import TOLERANCE, VerificationError, convert_checkpoint
-from .hub import PREFIXES, check_label_names, check_push, describe, upload
-from .hub_errors import HubError
-from .model_card import check_results
+from timm.utils import ParseKwargs
+
+from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1
+from .construction import HeadOptions
+from .files import PICKLE_SUFFIXES, CheckpointError, check_destination, replace, same_model_folders
+from .hub.card import check_results
+from .hub.download import PREFIXES
+from .hub.errors import HubError
+from .hub.publish import check_label_names, check_push, push_folder_to_hub, save_for_hub
 from .phase1 import DTYPES
-from .rel_pos import POINTED
+from .rel_pos import POINTABLE
 from .version import __version__
 
-DESCRIPTION = '''\
+CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn) checkpoint that computes the same. Verified before
 it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the Hugging Face
 Hub was not reached or refused; what is converted by then is kept.'''
 
 
-def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command; returns its exit code."""
-    parser, push_options = _parser()
+PLOT_DESCRIPTION = '''\
+Draw what the heads of a model look at, their centres where they have some, and how much like a convolution they are;
+from several checkpoints, also how that moves during training. Exit code 2: bad input; nothing is written then.'''
+
+
+def convert_main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run `convert_checkpoint`; return its exit code."""
+    parser, push_options = _convert_parser()
     args = parser.parse_args(argv)
     if args.push_to_hub is None:
         _refuse_without_push(parser, push_options, args)
         if args.dst is None:
             parser.error('DST is missing: give a file or folder, or --push-to-hub USER/NAME')
-    convert_args = {key: value for key, value in vars(args).items() if key not in push_options}
+    handler = _log_in_flags(parser)
     try:
         if args.push_to_hub is None:
+            convert_args = {key: value for key, value in vars(args).items() if key not in push_options}
             print(f'{convert_checkpoint(**convert_args)}\nwritten to {args.dst}')
         else:
-            _convert_and_push(convert_args, args)
+            _push(args)
     except (CheckpointError, HubError, VerificationError, OSError) as e:
-        print(f'convert_checkpoint: {e}', file=sys.stderr)
+        print(f'convert_checkpoint: {_in_flags(str(e), parser)}', file=sys.stderr)
         return 1 if isinstance(e, VerificationError) else 3 if isinstance(e, HubError) else 2
     except KeyboardInterrupt:
         print('\nconvert_checkpoint: interrupted. The same command goes on from here.', file=sys.stderr)
         return 128 + signal.SIGINT
+    finally:
+        logging.getLogger(__package__).removeHandler(handler)
     return 0
 
 
-def _convert_and_push(convert_args: Dict[str, Any], args: argparse.Namespace) -> None:
+def _in_flags(message: str, parser: argparse.ArgumentParser) -> str:
+    """Return a message about arguments (force=True, num_heads=4) as one about options (--force, --num-heads 4)."""
+    for action in parser._actions:
+        if action.option_strings:
+            flag = action.option_strings[-1]
+            message = re.sub(rf'\b{action.dest}=True\b', flag, message)
+            message = re.sub(rf'\b{action.dest}=(?=\S)', f'{flag} ', message)
+    return message
+
+
+def _log_in_flags(parser: argparse.ArgumentParser) -> logging.Handler:
+    """Print warnings of this package to stderr, about options and not about arguments."""
+    def in_flags(record: logging.LogRecord) -> bool:
+        record.msg, record.args = _in_flags(record.getMessage(), parser), ()
+        return True
+
+    handler = logging.StreamHandler()
+    handler.addFilter(in_flags)
+    logging.getLogger(__package__).addHandler(handler)
+    return handler
+
+
+def _push(args: argparse.Namespace) -> None:
     check_push(args.push_to_hub, args.revision, args.create_pr, args.commit_message)
-    label_names = None
-    if args.label_names is not None:
-        label_names = read_label_names(args.label_names)
-        check_label_names(label_names, args.num_classes or len(label_names))
-        convert_args['num_classes'] = len(label_names)
-    about = dict(
-        label_names=label_names,
-        license=args.license,
-        datasets=args.dataset,
-        base_model=args.src.partition(':')[2].partition('@')[0] if args.src.startswith(PREFIXES) else None,
-        results=None if args.results is None else read_results(args.results),
-    )
-    dst = args.dst or Path(args.push_to_hub.split('/')[1].replace('.', '_'))
-    if dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
-        raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
-    convert_args['describe'] = lambda model, folder, report: describe(
-        model, folder, args.push_to_hub, details=report.details, **about)
-    _convert_once(dst, convert_args)
+    folder = Path(args.src.removeprefix('local-dir:'))
+    if not _is_converted(folder):
+        folder = args.dst or Path(args.push_to_hub.split('/')[1].replace('.', '_'))
+        _convert_into(folder, args)
+    options = ('private', 'revision', 'create_pr', 'commit_message', 'overwrite_readme', 'overwrite_model')
     try:
-        url = upload(
-            dst, args.push_to_hub, private=args.private, revision=args.revision, create_pr=args.create_pr,
-            commit_message=args.commit_message, overwrite_readme=args.overwrite_readme,
-            overwrite_model=args.overwrite_model)
+        url = push_folder_to_hub(folder, args.push_to_hub, **{name: getattr(args, name) for name in options})
     except (HubError, OSError) as e:
-        raise HubError(f'{e} The converted model is kept in {dst}.') from e
+        raise HubError(f'{e} The converted model is kept in {folder}.') from e
     print(f'pushed to {url}')
 
 
-def _convert_once(dst: Path, convert_args: Dict[str, Any]) -> None:
-    """Convert into a folder, unless that holds just this already: the same command goes on after an interruption."""
-    if not dst.is_dir() or not any(dst.iterdir()) or convert_args['force']:
-        print(f"{convert_checkpoint(**{**convert_args, 'dst': dst})}\nwritten to {dst}")
-        return
-    check_destination(dst, None, force=True)  # is it a converted model?
+def _is_converted(folder: Path) -> bool:
+    """Return whether this is a folder with a phase-2 model."""
+    try:
+        return 'cmhsa_attn' in json.loads((folder / 'config.json').read_bytes())['architecture']
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def _convert_into(dst: Path, args: argparse.Namespace) -> None:
+    """Convert into a folder with a model card, unless it holds just that already."""
+    if dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
+        raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
+    label_names = None if args.label_names is None else read_label_names(args.label_names)
+    if label_names is not None:
+        check_label_names(label_names, args.num_classes or len(label_names))
+    results = None if args.results is None else read_results(args.results)
+    dst, src = dst.resolve(), None if args.src.startswith(PREFIXES) else Path(args.src.removeprefix('local-dir:'))
+    exists = dst.is_dir() and any(dst.iterdir())
+    check_destination(dst, src and src.resolve(), force=args.force or exists)
+    phase1 = load_phase1(
+        args.src, args.img_size, args.patch_size, args.in_chans, len(label_names) if label_names else args.num_classes,
+        args.use_ema, args.dtype)
+    heads = HeadOptions(args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos)
+    converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
     with tempfile.TemporaryDirectory(prefix=f'.{dst.name}.', dir=dst.parent) as parent:
-        again = Path(parent) / dst.name
-        report = convert_checkpoint(**{**convert_args, 'dst': again})
-        if not same_model_folders(again, dst):
-            raise CheckpointError(
-                f'{dst} exists already and holds something else than this command writes: overwrite it with --force '
-                '(which overwrites nothing on the Hub), or give another DST.')
-    print(f'{report}\n{dst} is up to date')
+        new = Path(parent) / dst.name
+        save_for_hub(
+            converted,
+            new,
+            args.push_to_hub,
+            label_names=label_names,
+            license=args.license,
+            datasets=args.dataset,
+            base_model=args.src.partition(':')[2].partition('@')[0] if src is None else None,
+            results=results,
+            details=report.details,
+        )
+        if exists and not args.force:
+            if not same_model_folders(new, dst):
+                raise CheckpointError(
+                    f'{dst} exists already and holds something else than this command writes: overwrite it with '
+                    '--force (which overwrites nothing on the Hub), or give another DST.')
+            print(f'{report}\n{dst} is up to date')
+        else:
+            replace(new, dst)
+            print(f'{report}\nwritten to {args.dst or dst.name}')
 
 
 def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str], args: argparse.Namespace) -> None:
@@ -98,7 +150,7 @@ def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str
 
 
 def read_label_names(path: Path) -> List[str]:
-    """Names of the classes, one a line, in the order of the classes.
+    """Return the names of the classes, one a line, in the order of the classes.
 
     Raises:
         CheckpointError: If the file cannot be read, or a line is empty.
@@ -113,7 +165,7 @@ def read_label_names(path: Path) -> List[str]:
 
 
 def read_results(path: Path) -> Dict[str, float]:
-    """Accuracies in percent, from the file that `validate.py --results-format json` writes.
+    """Return accuracies in percent, from the file that `validate.py --results-format json` writes.
 
     Raises:
         CheckpointError: If it is none.
@@ -137,13 +189,14 @@ def _size(text: str) -> Tuple[int, int]:
         raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW') from e
 
 
-def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
-    """The parser, and the names of its options for the Hub."""
-    parser = argparse.ArgumentParser(prog='convert_checkpoint', description=DESCRIPTION)
+def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
+    """Return the parser, and the names of its options for the Hub."""
+    parser = argparse.ArgumentParser(prog='convert_checkpoint', description=CONVERT_DESCRIPTION)
     add = parser.add_argument
     add('src', metavar='SRC',
         help="checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder, or model on the "
-             'Hugging Face Hub, hf-hub:USER/NAME[@REVISION]')
+             'Hugging Face Hub, hf-hub:USER/NAME[@REVISION]; with --push-to-hub also a folder that is converted '
+             'already, which is published as it is')
     add('dst', metavar='DST', nargs='?', type=Path,
         help='.safetensors, .pth, or a folder for timm.create_model("local-dir:DST") '
              '(default with --push-to-hub: a folder named as the repository)')
@@ -157,7 +210,7 @@ def _parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
     add('--approximate', action='store_true',
         help='where the heads are too few, convert with the least error of heads that look at one offset each')
-    add('--rel-pos', choices=POINTED, default='table', help='relative position encoding (default: %(default)s)')
+    add('--rel-pos', choices=POINTABLE, default='table', help='relative position encoding (default: %(default)s)')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES,
@@ -191,3 +244,62 @@ def _add_push_options(parser: argparse.ArgumentParser) -> List[str]:
             help='what validate.py --results-file FILE --results-format json wrote'),
     ]
     return [option.dest for option in options]
+
+
+def plot_main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run `plot_attention`; return its exit code."""
+    parser = _plot_parser()
+    try:
+        args = parser.parse_args(argv)
+    except ValueError:  # of timm's ParseKwargs
+        parser.error('argument --model-kwargs: expected NAME=VALUE')
+    try:
+        from .plots import PlotError, in_order_of_training, plot_attention
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.split('.')[0] != 'matplotlib':
+            raise
+        return _fail("matplotlib is missing: pip install 'timm_cmhsa[plots]'")
+    try:
+        args.source = in_order_of_training(args.source)
+        for path in plot_attention(**vars(args)):
+            print(path)
+    except (CheckpointError, PlotError) as e:
+        return _fail(str(e))
+    except KeyboardInterrupt:
+        print('\nplot_attention: interrupted, nothing was written.', file=sys.stderr)
+        return 128 + signal.SIGINT
+    return 0
+
+
+def _fail(message: str) -> int:
+    print(f'plot_attention: error: {message}', file=sys.stderr)
+    return 2
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
+    return int(text)
+
+
+def _plot_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog='plot_attention', description=PLOT_DESCRIPTION)
+    add = parser.add_argument
+    add('source', metavar='CHECKPOINT', nargs='+', type=Path,
+        help="checkpoint of timm's train.py, state dict (.pth, .safetensors) or local-dir: folder; several in the "
+             'order of training (checkpoint-N.pth.tar in any)')
+    add('--output', metavar='FOLDER', type=Path, required=True,
+        help='gets the pictures; older pictures there are replaced')
+    add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')
+    add('--num-images', metavar='N', type=_positive, default=100,
+        help='take at most N images of the folder (default: %(default)s)')
+    add('--query', metavar=('ROW', 'COL'), nargs=2, type=float, default=(0.5, 0.5),
+        help='the patch to look from, 0 0 is the upper left corner of the image and 1 1 the lower right one (default: '
+             'the centre)')
+    add('--layer', metavar='NAME', help='draw this layer alone, such as blocks.0.attn')
+    add('--html', action='store_true', help='write attention.html, a page to explore with the mouse, too')
+    add('--model', metavar='NAME', help='name of the model, where the checkpoint does not tell')
+    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
+        help='arguments of the model, likewise')
+    add('--version', action='version', version=f'timm_cmhsa {__version__}')
+    return parser

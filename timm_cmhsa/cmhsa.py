@@ -16,15 +16,16 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
+from .attention import RelPosAttention
+from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
 from .rel_pos import resize_bias_table, resize_offset_embed
-from .token_mixers import PatchConv2d, RelPosAttention
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
 
 class Cmhsa(VisionTransformer):
-    """What both phases share: a Vision Transformer on raw patches, its token mixers left to the subclass."""
+    """Vision Transformer on raw patches, the base of both phases. Subclasses give every block its token mixer."""
 
     def __init__(
             self,
@@ -39,6 +40,7 @@ class Cmhsa(VisionTransformer):
             mlp_ratio: float = 4.,
             drop_rate: float = 0.,
             proj_drop_rate: float = 0.,
+            attn_drop_rate: float = 0.,
             drop_path_rate: float = 0.,
             norm_layer: Optional[LayerType] = None,
             act_layer: Optional[LayerType] = None,
@@ -50,15 +52,15 @@ class Cmhsa(VisionTransformer):
             img_size: Input image size, pixels; divisible by the patch size.
             patch_size: Pixels per patch side, P.
             in_chans: Number of image channels.
-            hidden_chans: Channels per pixel that a token carries, C; at least `in_chans`. The width of a token
-                follows: P * P * C.
+            hidden_chans: Channels per pixel that a token carries, C; at least `in_chans`. A token's width is P * P * C.
             num_classes: Number of classes for the classification head.
             global_pool: Type of global pooling of the final tokens.
-            fc_norm: Normalise after the pooling instead of before.
+            fc_norm: Normalize after the pooling instead of before.
             depth: Number of blocks.
             mlp_ratio: Ratio of MLP hidden width to token width.
             drop_rate: Head dropout rate.
             proj_drop_rate: Dropout rate of token mixers and MLPs.
+            attn_drop_rate: Dropout rate of the attention weights; phase 1 has none.
             drop_path_rate: Stochastic depth rate.
             norm_layer: Normalization layer.
             act_layer: MLP activation layer.
@@ -98,9 +100,12 @@ class Cmhsa(VisionTransformer):
         self.fixed_args = dict(
             patch_size=to_2tuple(patch_size), in_chans=in_chans, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio,
             fc_norm=fc_norm, norm_layer=norm_layer, act_layer=act_layer)
+        self.drop_rates = dict(
+            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate)
 
     def model_args(self) -> Dict[str, Any]:
-        """Arguments of `timm.create_model` for a model of this shape, whatever has been changed since its creation."""
+        """Return the arguments of `timm.create_model` for a model of the present shape."""
         return dict(
             self.fixed_args, img_size=self.patch_embed.img_size, num_classes=self.num_classes,
             global_pool=self.global_pool, depth=len(self.blocks))
@@ -152,8 +157,6 @@ class CmhsaConv(Cmhsa):
             self,
             *,
             kernel_size: Size2d = 3,
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
             **kwargs: Any,
@@ -161,17 +164,16 @@ class CmhsaConv(Cmhsa):
         """
         Args:
             kernel_size: Kernel of the convolutions, odd.
-            proj_drop_rate: Dropout rate of token mixers and MLPs.
-            attn_drop_rate: Accepted so that both phases take the same arguments; there is no attention to drop.
             **kwargs: See `Cmhsa`.
         """
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(proj_drop_rate=proj_drop_rate, **kwargs, **dd)
+        super().__init__(**kwargs, **dd)
         patch_size, grid_size = self.patch_embed.patch_size, self.patch_embed.grid_size
         self.patch_embed.proj = PatchReshape(patch_size, self.in_chans, self.hidden_chans)
         for block in self.blocks:
             block.attn = PatchConv2d(
-                self.embed_dim, patch_size, grid_size, kernel_size=kernel_size, proj_drop=proj_drop_rate, **dd)
+                self.embed_dim, patch_size, grid_size, kernel_size=kernel_size,
+                proj_drop=self.drop_rates['proj_drop_rate'], **dd)
 
     def model_args(self) -> Dict[str, Any]:
         return dict(super().model_args(), kernel_size=self.blocks[0].attn.conv.kernel_size)
@@ -187,8 +189,6 @@ class CmhsaAttn(Cmhsa):
             head_dim: Optional[int] = None,
             qkv_bias: bool = True,
             rel_pos: str = 'table',
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
             **kwargs: Any,
@@ -199,12 +199,10 @@ class CmhsaAttn(Cmhsa):
             head_dim: Width of a head, d_H; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
             rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'.
-            proj_drop_rate: Dropout rate of token mixers and MLPs.
-            attn_drop_rate: Dropout rate of the attention weights.
             **kwargs: See `Cmhsa`.
         """
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(proj_drop_rate=proj_drop_rate, **kwargs, **dd)
+        super().__init__(**kwargs, **dd)
         for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
             block.attn = RelPosAttention(
                 self.embed_dim,
@@ -212,8 +210,8 @@ class CmhsaAttn(Cmhsa):
                 num_heads=block_heads,
                 head_dim=head_dim,
                 qkv_bias=qkv_bias,
-                attn_drop=attn_drop_rate,
-                proj_drop=proj_drop_rate,
+                attn_drop=self.drop_rates['attn_drop_rate'],
+                proj_drop=self.drop_rates['proj_drop_rate'],
                 rel_pos=rel_pos,
                 **dd,
             )
@@ -221,7 +219,7 @@ class CmhsaAttn(Cmhsa):
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn
         if not isinstance(attn, RelPosAttention):
-            raise ValueError('A model that is folded for inference cannot be built anew: use the one it was made from.')
+            raise ValueError('A model that was reparameterized for inference cannot be built anew: use its source.')
         return dict(
             super().model_args(), num_heads=common_num_heads(self.blocks), head_dim=attn.head_dim,
             qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name)
@@ -232,7 +230,7 @@ class CmhsaAttn(Cmhsa):
 
 
 def heads_of_blocks(num_heads: Union[int, Sequence[int]], depth: int) -> List[int]:
-    """One number of heads for each block, of one for all or a list."""
+    """Return the number of heads of each block, given one for all or a list."""
     heads = [num_heads] * depth if isinstance(num_heads, int) else list(num_heads)
     if len(heads) != depth:
         raise ValueError(f'num_heads={num_heads} has {len(heads)} numbers for depth={depth} blocks: give one for each.')
@@ -240,7 +238,7 @@ def heads_of_blocks(num_heads: Union[int, Sequence[int]], depth: int) -> List[in
 
 
 def common_num_heads(blocks: nn.Sequential) -> Union[int, List[int]]:
-    """The number of heads that all blocks have, or else the list of their numbers."""
+    """Return the number of heads that all blocks have, or else the list of their numbers."""
     heads: List[int] = [block.get_submodule('attn').num_heads for block in blocks]  # type: ignore[misc]
     return heads[0] if len(set(heads)) == 1 else heads
 
@@ -277,7 +275,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
 
 
 def _source_grid_size(model: Cmhsa, table_length: int) -> Optional[Tuple[int, int]]:
-    """The grid that a bias table is for: what its checkpoint says if that fits, or the model's, or a square one."""
+    """Return the grid of a bias table: what its checkpoint says if that fits, else the model's, else a square one."""
     source_size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
     told = tuple(s // p for s, p in zip(to_2tuple(source_size), model.patch_embed.patch_size))
     side = (math.isqrt(table_length) + 1) // 2

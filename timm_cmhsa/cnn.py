@@ -13,9 +13,10 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .analysis import eval_mode
-from .construction import keeps_size, plan_heads, rewrite
+from .attention import RelPosAttention
+from .construction import HeadOptions, keeps_size, plan_heads, rewrite
+from .efficient import is_watched, multiplications
 from .patches import Size2d, patchify, unpatchify
-from .token_mixers import RelPosAttention, is_watched
 
 _logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class AttendedLayer(NamedTuple):
     macs: Tuple[int, int]  # multiply-accumulates for one image, of the convolution, of the attention
 
 
-class AttendedConvs(List[AttendedLayer]):
+class AttentionSummary(List[AttendedLayer]):
     """The convolutions of a model that are attention now; printed, a table."""
 
     def __str__(self) -> str:
@@ -54,8 +55,7 @@ def _change(before_after: Tuple[int, int]) -> str:
     return f'{before / 1e6:.3g} -> {after / 1e6:.3g}'
 
 
-# A function that branches on what fx tracing sees as a proxy stays a leaf of its graph.
-@torch.fx.wrap
+@torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
 @register_notrace_function
 def map_to_tokens(
         x: torch.Tensor,
@@ -109,7 +109,8 @@ class AttendedConv2d(nn.Module):
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
         self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
         head_dim = _cheapest_head_dim(conv, self.patch_size, self.grid_size)
-        self.attn = rewrite(conv, self.patch_size, self.grid_size, head_dim=head_dim, rel_pos=rel_pos)
+        options = HeadOptions(head_dim=head_dim, rel_pos=rel_pos)
+        self.attn = rewrite(conv, self.patch_size, self.grid_size, options)
         self.attn.requires_grad_(conv.weight.requires_grad).train(conv.training)
         self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
@@ -126,7 +127,7 @@ class AttendedConv2d(nn.Module):
         return x[..., :self.out_size[0], :self.out_size[1]]
 
     def extra_repr(self) -> str:
-        return f'{describe(self)}, map_size={self.map_size}, patch_size={self.patch_size}'
+        return f'{conv_name(self)}, map_size={self.map_size}, patch_size={self.patch_size}'
 
 
 class AttendedConv1d(AttendedConv2d):
@@ -145,7 +146,7 @@ def attend_convs(
 ) -> nn.Module:
     """Replace convolutions of a CNN, in place, by self-attention that computes the same function.
 
-    What was replaced, and what that costs, is logged, and `attended_convs(model)` tells it later. Convolutions that no
+    What was replaced and what that costs is logged; `attention_summary(model)` tells it later. Convolutions that no
     attention can express are kept, with a warning that says why. The model is from then on for inputs of this size.
     Code of the model that reads the weight of a convolution finds none: leave these out, and call timm's
     `reparameterize_model` before.
@@ -196,33 +197,33 @@ def attend_convs(
         model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     for name, reason in kept.items():
         _logger.warning('%s stays a convolution: %s', name, reason)
-    _logger.info('Attention in place of convolutions:\n%s', attended_convs(model))
+    _logger.info('Attention in place of convolutions:\n%s', attention_summary(model))
     return model
 
 
-def attended_convs(model: nn.Module) -> AttendedConvs:
-    """What `attend_convs` has replaced in a model, and what that costs: a list that prints as a table.
+def attention_summary(model: nn.Module) -> AttentionSummary:
+    """Return what `attend_convs` has replaced in a model, and what that costs: a list that prints as a table.
 
-    Layers that have been folded for inference since are not in it.
+    Layers that have been reparameterized since are not in it.
     """
-    layers = AttendedConvs()
+    layers = AttentionSummary()
     for name, module in model.named_modules():
         if isinstance(module, AttendedConv2d) and isinstance(module.attn, RelPosAttention):
             attn, num_patches = module.attn, math.prod(module.grid_size)
             layers.append(AttendedLayer(
                 name=name,
-                convolution=describe(module),
+                convolution=conv_name(module),
                 grid_size=module.grid_size,
                 num_heads=attn.num_heads,
                 head_dim=attn.head_dim,
                 params=(module.conv_params, sum(parameter.numel() for parameter in attn.parameters())),
-                macs=(module.conv_macs, num_patches * attn.num_heads * min(attn.multiplications(num_patches))),
+                macs=(module.conv_macs, num_patches * attn.num_heads * min(attn.multiplications())),
             ))
     return layers
 
 
-def describe(conv: Union[nn.Conv2d, AttendedConv2d]) -> str:
-    """A convolution in a few words: 3x3, stride 2, 64 groups."""
+def conv_name(conv: Union[nn.Conv2d, AttendedConv2d]) -> str:
+    """Return a convolution in a few words: 3x3, stride 2, 64 groups."""
     words = ['x'.join(map(str, conv.kernel_size))]
     words += [f'{what} {"x".join(map(str, dict.fromkeys(value)))}'
               for what, value in (('stride', conv.stride), ('dilation', conv.dilation)) if max(value) > 1]
@@ -365,6 +366,7 @@ def _cheapest_head_dim(conv: nn.Conv2d, patch_size: Tuple[int, int], grid_size: 
 
     def cost(head_dim: int) -> int:
         num_heads = len(plan_heads(conv, patch_size, grid_size, head_dim=head_dim))
-        return num_heads * (head_dim * (3 * dim + dim_out + 2 * num_patches) + SOFTMAX_MACS * num_patches)
+        plain, _ = multiplications(dim, dim_out, head_dim, num_patches)
+        return num_heads * (plain + SOFTMAX_MACS * num_patches)
 
     return min(conv.in_channels, dim, key=cost)

@@ -13,8 +13,18 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import nn
 
+from .attention import RelPosAttention
 from .patches import Size2d
-from .token_mixers import RelPosAttention
+from .rel_pos import POINTABLE, OffsetRelPos, join_names
+
+
+class HeadOptions(NamedTuple):
+    """How to express a convolution by heads, see `conv2d_to_attention`."""
+    num_heads: Optional[int] = None
+    head_dim: Optional[int] = None
+    sharpness: Optional[float] = None
+    approximate: bool = False
+    rel_pos: str = 'table'
 
 
 class Head(NamedTuple):
@@ -26,7 +36,7 @@ class Head(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """A head's share of what the patch at its offset adds to the output: patch @ value.T @ output."""
+    """What one head adds to the output, of the patch at its offset: patch @ value.T @ output."""
     offset: Tuple[int, int]
     value: torch.Tensor  # (at most head_dim, P_h * P_w * C_in)
     output: torch.Tensor  # (the same, P_h * P_w * C_out / stride^2)
@@ -45,9 +55,9 @@ def conv2d_to_attention(
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
-    Offsets that never meet the grid get no head: a grid that is one patch high or wide must not grow afterwards.
-    With circular padding and a quadratic encoding, nor must any other: there a head has one offset, and those that
-    lead around the image need heads of their own.
+    Offsets that never meet the grid get no head, so a grid that is one patch high or wide must not grow afterwards.
+    With circular padding and a quadratic encoding, no grid may: there a head has one offset, and the offsets that lead
+    around the image need heads of their own.
 
     For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
     `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
@@ -60,13 +70,14 @@ def conv2d_to_attention(
             the stride); strides that divide the patch size.
         patch_size: Pixels per patch side, P or (P_h, P_w).
         grid_size: Patches per image side, h or (h, w).
-        num_heads: Number of heads, N_H; by default as many as `plan_heads` needs.
-        head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Thinner heads share an offset.
-        sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all else; by default
-            `exact_sharpness`. Less lets the attention pattern learn sooner and costs exactness. It is alpha of the
-            quadratic encodings, whose biases are 0, -M / 2, and -M times the squared distance.
+        num_heads: Number of heads, N_H; by default as many as needed.
+        head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Several thinner heads share an
+            offset.
+        sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all others; by default
+            `exact_sharpness`. A lower one lets the attention pattern learn sooner and costs exactness. It is alpha of
+            the quadratic encodings, whose biases are 0, -M / 2, and -M times the squared distance.
         approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
-            whose heads look at one offset each, see `best_factors`, instead of raising an error.
+            whose heads attend to one offset each (see `best_factors`) instead of raising an error.
         rel_pos: Relative position encoding: 'table' (Theorem 1), 'quadratic' (Lemma 2 of arXiv 1911.03584) or
             'quadratic_gen' (its Appendix E).
 
@@ -81,40 +92,38 @@ def conv2d_to_attention(
     if not keeps_size(conv, patch_size, grid_size):
         raise ValueError(
             f'padding={conv.padding!r} does not keep the image size (divided by the stride): {_fitting_padding(conv)}.')
-    return rewrite(conv, patch_size, grid_size, num_heads, head_dim, sharpness, approximate, rel_pos)
+    return rewrite(conv, patch_size, grid_size, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos))
 
 
 @torch.no_grad()
-def rewrite(
-        conv: nn.Conv2d,
-        patch_size: Size2d,
-        grid_size: Size2d,
-        num_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        sharpness: Optional[float] = None,
-        approximate: bool = False,
-        rel_pos: str = 'table',
-) -> RelPosAttention:
-    """What `conv2d_to_attention` does, for padding that need not keep the image size.
+def rewrite(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: HeadOptions) -> RelPosAttention:
+    """Do what `conv2d_to_attention` does, for padding that need not keep the image size.
 
-    Output patches then go on beyond, or end before, the output that the convolution has.
+    Output patches then go on beyond, or end before, the output of the convolution.
     """
-    heads = plan_heads(conv, patch_size, grid_size, None if approximate else num_heads, head_dim, rel_pos)
-    num_heads = max(len(heads), 1) if num_heads is None else num_heads
+    heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.rel_pos)
+    num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
+    if num_heads < 1:
+        raise ValueError(f'{num_heads=} must be positive.')
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
-    out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
-    if sharpness is None:
-        sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
     factors: Iterable[Factors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
-        factors = best_factors(conv, heads, num_heads, head_dim or dim, grid_size, rel_pos)
-
+        if not options.approximate:
+            raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
+        factors = best_factors(conv, heads, num_heads, grid_size, options)
+    out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
-    with torch.device('meta'):  # PyTorch's default start would take as long as all the rest
+    sharpness = options.sharpness
+    if sharpness is None:
+        sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
+
+    with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
         attn = RelPosAttention(
-            dim, grid_size, num_heads, head_dim, dim_out=dim_out, rel_pos=rel_pos, dtype=conv.weight.dtype)
+            dim, grid_size, num_heads, options.head_dim, dim_out=dim_out, rel_pos=options.rel_pos,
+            dtype=conv.weight.dtype)
     attn.to_empty(device='cpu').reset_parameters()
+    assert isinstance(attn.rel_pos, OffsetRelPos)
     query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
@@ -125,7 +134,7 @@ def rewrite(
         value[i, :width] = head.value.to(value.dtype)
         output[:, i, :width] = head.output.T.to(output.dtype)
         rows, cols = ([o] for o in head.offset)
-        if _heads_wrap(conv, rel_pos):
+        if _heads_wrap(conv, options.rel_pos):
             rows, cols = _wrapped(head.offset[0], grid_h), _wrapped(head.offset[1], grid_w)
         attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), sharpness)
     if conv.bias is not None:
@@ -137,7 +146,6 @@ def plan_heads(
         conv: nn.Conv2d,
         patch_size: Size2d,
         grid_size: Size2d,
-        num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         rel_pos: str = 'table',
 ) -> List[Head]:
@@ -147,39 +155,46 @@ def plan_heads(
     (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. Arguments and errors are those of `conv2d_to_attention`.
     """
     _check_plain(conv)
+    if rel_pos not in POINTABLE:
+        raise ValueError(f'rel_pos={rel_pos!r} cannot express a convolution: use {join_names(POINTABLE)}.')
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
             f"position bias cannot: use 'zeros' or 'circular'.")
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     head_dim = patch_h * patch_w * conv.in_channels if head_dim is None else head_dim
-    if min(patch_h, patch_w, grid_h, grid_w, head_dim, 1 if num_heads is None else num_heads) < 1:
-        raise ValueError(f'{patch_size=}, {grid_size=}, {num_heads=} and {head_dim=} must be positive.')
+    if min(patch_h, patch_w, grid_h, grid_w, head_dim) < 1:
+        raise ValueError(f'{patch_size=}, {grid_size=} and {head_dim=} must be positive.')
 
     row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
     if conv.padding_mode == 'circular' and not _heads_wrap(conv, rel_pos):
         row_taps = {wrapped: tap for offset, tap in row_taps.items() for wrapped in _wrapped(offset, grid_h)}
         col_taps = {wrapped: tap for offset, tap in col_taps.items() for wrapped in _wrapped(offset, grid_w)}
-    heads, sizes = [], []
+    heads = []
     for row, row_tap in row_taps.items():
         for col, col_tap in col_taps.items():
             reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
             reads = reads.flatten().repeat_interleave(conv.in_channels)
             inputs = reads.nonzero().flatten() if head_dim < len(reads) else torch.arange(len(reads), device='cpu')
             heads += [Head((row, col), chunk, row_tap, col_tap) for chunk in inputs.split(head_dim)]
-            sizes.append(len(inputs))
-    if num_heads is not None and num_heads < len(heads):
-        wider = [w for w in range(head_dim + 1, max(sizes) + 1) if sum(-(-s // w) for s in sizes) <= num_heads]
-        numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), max(sizes))]
-        remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
-        raise ValueError(
-            f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
-            f'{" or ".join(remedies)}, or approximate=True (--approximate) for the best that these can.')
     return heads
 
 
+def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
+    """Return an error message that names numbers and widths of heads that suffice."""
+    sizes: Dict[Tuple[int, int], int] = {}
+    for head in heads:
+        sizes[head.offset] = sizes.get(head.offset, 0) + len(head.inputs)
+    largest = max(sizes.values())
+    wider = [w for w in range(head_dim + 1, largest + 1) if sum(-(-s // w) for s in sizes.values()) <= num_heads]
+    numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), largest)]
+    remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
+    return (f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
+            f'{" or ".join(remedies)}, or approximate=True for the best that these can.')
+
+
 def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:
-    """Values that pick every head's inputs, and the weights by which the kernel reads these: one for each head."""
+    """Yield for every head the values that pick its inputs, and the weights by which the kernel reads these."""
     kernel = _dense_kernel(conv)
     block, block_offset = kernel, None
     for head in heads:
@@ -192,29 +207,27 @@ def best_factors(
         conv: nn.Conv2d,
         heads: List[Head],
         num_heads: int,
-        head_dim: int,
         grid_size: Size2d,
-        rel_pos: str = 'table',
+        options: HeadOptions,
 ) -> List[Factors]:
-    """The few heads that come closest to the convolution, each at one offset.
+    """Return the few heads that come closest to the convolution, each at one offset.
 
-    The singular vectors of an offset's block are the best inputs that this many head dimensions can carry
-    (Eckart-Young), and every further head of an offset saves less than the one before: the heads that save most are
-    the best choice. What is least is the squared error over all output pixels of an image of white noise, borders
+    The singular vectors of an offset's block are the best inputs that a number of head dimensions can carry
+    (Eckart-Young), and every further head of an offset saves less than the one before. So the heads that save most are
+    the best choice. They minimize the squared error over all output pixels of an image of white noise, borders
     included, where an offset counts by the number of patches that have a neighbour there.
 
     Args:
         conv: Convolution to approximate.
         heads: What `plan_heads` asks for.
         num_heads: Number of heads that there are.
-        head_dim: Width of a head.
         grid_size: Patches per image side.
-        rel_pos: Relative position encoding.
+        options: Width and encoding of the heads.
 
     Returns:
         At most `num_heads` of them, those that save most first.
     """
-    kernel, (grid_h, grid_w), wraps = _dense_kernel(conv), to_2tuple(grid_size), _heads_wrap(conv, rel_pos)
+    kernel, (grid_h, grid_w), wraps = _dense_kernel(conv), to_2tuple(grid_size), _heads_wrap(conv, options.rel_pos)
     choices = []
     for head in {head.offset: head for head in heads}.values():  # one for each offset: its inputs do not matter
         row, col = head.offset
@@ -222,7 +235,7 @@ def best_factors(
         block = _offset_block(kernel, head.row_tap, head.col_tap)
         inputs, outputs = block.any(dim=1), block.any(dim=0)
         left, scales, right = torch.linalg.svd(block[inputs][:, outputs], full_matrices=False)
-        for vectors in torch.arange(len(scales), device='cpu').split(head_dim):
+        for vectors in torch.arange(len(scales), device='cpu').split(options.head_dim or len(block)):
             value, output = block.new_zeros(len(vectors), len(block)), block.new_zeros(len(vectors), len(block[0]))
             value[:, inputs] = left[:, vectors].T
             output[:, outputs] = scales[vectors, None] * right[vectors]
@@ -232,7 +245,7 @@ def best_factors(
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
-    """The sharpness at which all that a head leaks to other patches is a rounding error.
+    """Return the sharpness at which all that a head leaks to other patches is a rounding error.
 
     At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps), which is 42
     for float32 and 83 for float64 at 14 x 14 patches.
@@ -241,7 +254,7 @@ def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
 
 
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:
-    """What the kernel reads along one axis, by the offset of the patch that it reads from.
+    """Return what the kernel reads along one axis, by the offset of the patch that it reads from.
 
     Returns:
         Offset -> one-hot tensor (P / stride, K, P): output pixel [i] reads input pixel [p] by kernel tap [m].
@@ -277,7 +290,7 @@ def _check_plain(conv: nn.Module) -> None:
 
 
 def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
-    """Whether the padding keeps the size of the image, divided by the stride."""
+    """Return whether the padding keeps the size of the image, divided by the stride."""
     for axis, (patch, grid) in enumerate(zip(to_2tuple(patch_size), to_2tuple(grid_size))):
         span, stride, size = conv.dilation[axis] * (conv.kernel_size[axis] - 1), conv.stride[axis], patch * grid
         if (size + sum(_axis_padding(conv, axis)) - span - 1) // stride + 1 != size // stride:
@@ -293,7 +306,7 @@ def _fitting_padding(conv: nn.Conv2d) -> str:
 
 
 def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
-    """The kernel without groups, (C_out, C_in, K_h, K_w); in float64, where sums of one-hot products are exact."""
+    """Return the kernel without groups, (C_out, C_in, K_h, K_w), in float64: sums of one-hot products are exact."""
     weight = conv.weight.detach().double().cpu().unflatten(0, (conv.groups, -1))
     dense = weight.new_zeros(conv.groups, weight.shape[1], conv.groups, *weight.shape[2:])
     group = torch.arange(conv.groups, device='cpu')
@@ -302,7 +315,7 @@ def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
 
 
 def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Tensor) -> torch.Tensor:
-    """What the patch at one offset adds to the output: a matrix (P_h * P_w * C_in, P_h * P_w * C_out / stride^2).
+    """Return what the patch at one offset adds to the output: (P_h * P_w * C_in, P_h * P_w * C_out / stride^2).
 
     It is W^O_r of Appendix A.2: row (s, i) and column (t, j) hold the weight by which output pixel t, channel j,
     reads input pixel s, channel i.
@@ -313,10 +326,10 @@ def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Te
 
 
 def _heads_wrap(conv: nn.Conv2d, rel_pos: str) -> bool:
-    """Whether a head follows its offset around the image; a Gaussian cannot, and there is a head for every way."""
+    """Return whether a head follows its offset around the image. A Gaussian cannot: every way around needs a head."""
     return conv.padding_mode == 'circular' and rel_pos == 'table'
 
 
 def _wrapped(offset: int, grid: int) -> List[int]:
-    """Offsets that lead to the same patch as this one where the image is continued circularly."""
+    """Return the offsets that lead to the same patch as this one in an image that is continued circularly."""
     return [o for o in (offset - grid, offset, offset + grid) if abs(o) < grid]

@@ -6,8 +6,8 @@ import torch
 from timm.data import ImageDataset, create_transform, resolve_data_config
 from torch import nn
 
-from .checkpoints import CheckpointError
 from .cmhsa import Cmhsa
+from .files import CheckpointError
 
 
 def data_config(model: nn.Module) -> Dict[str, Any]:

@@ -9,7 +9,7 @@ from torch import nn
 Size2d = Union[int, Tuple[int, int]]
 
 
-# Functions that branch on what fx tracing sees as a proxy stay leaves of its graph.
+# Keep these as leaves for FX: they branch on traced values.
 @torch.fx.wrap
 @register_notrace_function
 def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:

@@ -16,12 +16,12 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models.resnet import BasicBlock, ResNet
 from torch import nn
 
+from .attention import replace_weight
 from .cmhsa import Cmhsa, checkpoint_filter_fn, common_num_heads, heads_of_blocks
 from .patches import Size2d
-from .rel_pos import ENCODINGS, QuadraticRelPos, create_rel_pos
-from .token_mixers import add_attn_mask, replace_weight
+from .rel_pos import ENCODINGS, QuadraticRelPos, add_attn_mask, create_rel_pos
 
-torch.fx.wrap('add_attn_mask')  # stays a leaf of fx graphs, in every module that calls it
+torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
 __all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
 
@@ -79,13 +79,15 @@ class PositionalAttention(nn.Module):
 
     @property
     def grid_size(self) -> Tuple[int, int]:
-        return self.rel_pos.window_size
+        return self.rel_pos.grid_size
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        self.rel_pos.set_window_size(grid_size)
+        """Change the grid; every offset keeps its bias."""
+        if grid_size != self.grid_size:
+            self.rel_pos.set_grid_size(grid_size)
 
     def keep_heads(self, heads: List[int]) -> None:
-        """Forget all other heads, where the encoding is a quadratic one."""
+        """Remove all other heads. Needs a quadratic encoding."""
         assert isinstance(self.rel_pos, QuadraticRelPos)
         weight = self.value.weight.view(-1, self.num_heads, self.proj.in_features)[:, heads].flatten(1)
         replace_weight(self.value, weight, self.value.bias)
@@ -156,8 +158,6 @@ class PixelAttn(Cmhsa):
             patch_size: Size2d = 2,
             hidden_chans: int = 100,
             mlp_ratio: float = 1.28,
-            proj_drop_rate: float = 0.,
-            attn_drop_rate: float = 0.,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
             **kwargs: Any,
@@ -170,14 +170,11 @@ class PixelAttn(Cmhsa):
             patch_size: Pixels per patch side.
             hidden_chans: Token width per pixel of a patch.
             mlp_ratio: Ratio of MLP hidden width to token width.
-            proj_drop_rate: Dropout rate of token mixers and MLPs.
-            attn_drop_rate: Dropout rate of the attention weights.
             **kwargs: See `Cmhsa`.
         """
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(
-            patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, proj_drop_rate=proj_drop_rate,
-            **kwargs, **dd)
+            patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs, **dd)
         by_content = rel_pos in ENCODINGS and ENCODINGS[rel_pos].depends_on_queries
         attn_layer = PositionalContentAttention if by_content else PositionalAttention
         for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
@@ -186,8 +183,8 @@ class PixelAttn(Cmhsa):
                 self.patch_embed.grid_size,
                 num_heads=block_heads,
                 rel_pos=rel_pos,
-                attn_drop=attn_drop_rate,
-                proj_drop=proj_drop_rate,
+                attn_drop=self.drop_rates['attn_drop_rate'],
+                proj_drop=self.drop_rates['proj_drop_rate'],
                 **dd,
             )
 
@@ -250,7 +247,7 @@ default_cfgs = generate_default_cfgs({
 
     'test_pixel_attn': _cfg(num_classes=1000),
 
-    'resnet18_cifar': _cfg(
+    'pixel_resnet18': _cfg(
         pool_size=(4, 4), fixed_input_size=False, first_conv='conv1', classifier='fc', paper_ids='arXiv:1512.03385',
         paper_name='Deep Residual Learning for Image Recognition'),
 })
@@ -320,8 +317,8 @@ def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
 
 
 @register_model
-def resnet18_cifar(pretrained: bool = False, **kwargs: Any) -> ResNet:
+def pixel_resnet18(pretrained: bool = False, **kwargs: Any) -> ResNet:
     """ The ResNet-18 that the pixel models are compared with (Table 1). """
     model_args = dict(block=BasicBlock, layers=(2, 2, 2, 2), num_classes=10)
     return build_model_with_cfg(
-        CifarResNet, 'resnet18_cifar', pretrained, **dict(model_args, **kwargs))
+        CifarResNet, 'pixel_resnet18', pretrained, **dict(model_args, **kwargs))

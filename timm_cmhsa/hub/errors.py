@@ -1,4 +1,4 @@
-"""What goes wrong between here and the Hugging Face Hub, in one line and without the token."""
+"""Failures of the Hugging Face Hub, explained in one line and without the token."""
 import contextlib
 import errno
 import re
@@ -6,7 +6,12 @@ from typing import Iterator, Optional, Sequence
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+from huggingface_hub.utils import (
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
 
@@ -16,7 +21,7 @@ class HubError(RuntimeError):
 
 
 def find_token() -> Optional[str]:
-    """The token that huggingface_hub finds, if any."""
+    """Return the token that huggingface_hub finds, if any."""
     token = get_token()
     if token is not None and not (token.isascii() and token.isprintable()):
         raise HubError('the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
@@ -24,8 +29,10 @@ def find_token() -> Optional[str]:
 
 
 @contextlib.contextmanager
-def explained(repo_id: str, right: str) -> Iterator[None]:
-    """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into one line.
+def hub_errors(repo_id: str, right: str) -> Iterator[None]:
+    """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into a `HubError`.
+
+    To be used around calls of huggingface_hub alone.
 
     Args:
         repo_id: Repository that is worked on.
@@ -33,10 +40,8 @@ def explained(repo_id: str, right: str) -> Iterator[None]:
     """
     try:
         yield
-    except HubError:
-        raise
-    except Exception as e:
-        raise HubError(f'{repo_id}: {_explain(e, right)}') from None  # a header in the cause can hold the token
+    except (OSError, HTTPError, HFValidationError, RuntimeError) as e:  # hf_xet raises RuntimeError
+        raise HubError(f'{repo_id}: {_explain(e, right)}') from e
 
 
 def _explain(error: BaseException, right: str) -> str:
@@ -68,11 +73,11 @@ def _explain(error: BaseException, right: str) -> str:
         return f'the Hub refuses with error {status}: {text}.'
     if isinstance(error, (OSError, HTTPError)):
         return f'no connection to the Hub at {constants.ENDPOINT} ({text}): check the network, and try again.'
-    return f'{text}.' if isinstance(error, (ValueError, RuntimeError)) else f'{type(error).__name__}: {text}.'
+    return f'{text}.'
 
 
 def _status(causes: Sequence[BaseException], text: str) -> int:
-    """HTTP status of the answer, 0 if there was none."""
+    """Return the HTTP status of the answer, 0 if there was none."""
     for error in causes:
         if (response := getattr(error, 'response', None)) is not None:
             return response.status_code

@@ -1,4 +1,4 @@
-"""One call from a model or checkpoints to pictures of attention, and what these are made of. Needs matplotlib."""
+"""One call from a model or checkpoints to pictures of attention."""
 import contextlib
 import io
 import os
@@ -9,11 +9,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from .analysis import attention_maps
-from .explorer import NUM_IMAGES, explorer_html
-from .figures import attention_figure, center_figure, statistics_figure, statistics_movement_figure
-from .images import to_pixels
-from .plot_data import (
+from ..analysis import attention_maps
+from ..images import to_pixels
+from .data import (
     CENTER,
     Images,
     PathLike,
@@ -23,26 +21,11 @@ from .plot_data import (
     check_same_model,
     choose_images,
     evenly_spaced,
-    gaussians,
-    load_model,
-    mean_attention,
     open_models,
     take_snapshot,
 )
-
-__all__ = [
-    'PlotError',
-    'attention_figure',
-    'attention_from',
-    'center_figure',
-    'explorer_html',
-    'gaussians',
-    'load_model',
-    'mean_attention',
-    'plot_attention',
-    'statistics_figure',
-    'statistics_movement_figure',
-]
+from .explorer import NUM_IMAGES, explorer_html
+from .figures import attention_figure, center_figure, statistics_figure, statistics_movement_figure
 
 
 def plot_attention(

@@ -23,14 +23,15 @@ from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict
-from timm_cmhsa.cli import main
+from timm_cmhsa.cli import convert_main as main
 from timm_cmhsa.phase1 import mlp_ratio
 
-CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+CONV, ATTN = 'cmhsa_conv_k3', 'cmhsa_attn'
+SMALL = dict(img_size=32, patch_size=4, depth=2, num_classes=10)
 
 
 def create(name=CONV, **kwargs):
-    model = timm.create_model(name, **{'num_classes': 10, **kwargs})
+    model = timm.create_model(name, **{**SMALL, **kwargs})
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.2)
     return model.eval()
@@ -61,7 +62,7 @@ def assert_same_function(expected, actual, in_chans=3, size=(32, 32), tolerance=
 
 def save_training_checkpoint(model, folder, **args):
     """What timm's train.py writes, by timm's own saver."""
-    args = argparse.Namespace(**{'model': CONV, 'img_size': None, 'in_chans': None, 'gp': None, **args})
+    args = argparse.Namespace(**{'model': 'test_cmhsa_conv_k3', 'img_size': None, 'in_chans': None, 'gp': None, **args})
     optimizer = create_optimizer_v2(model, 'adamw', lr=1e-3)
     model(torch.randn(2, model.in_chans, *model.patch_embed.img_size)).mean().backward()
     optimizer.step()
@@ -93,7 +94,7 @@ def test_train_py_options_tell_the_image_size(tmp_path):
         save_training_checkpoint(create(img_size=size), tmp_path, **kwargs)
         report = convert_checkpoint(tmp_path / 'last.pth.tar', tmp_path / 'out.pth', force=True)
         assert report.model_args['img_size'] == size
-        assert report.img_size_source == ('from the checkpoint' if kwargs else f'default of {CONV}')
+        assert report.img_size_source == ('from the checkpoint' if kwargs else 'default of test_cmhsa_conv_k3')
 
 
 @pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', 'module._orig_mod.', '_orig_mod.module.'])
@@ -161,12 +162,16 @@ def test_layers_and_pooling_of_a_configuration_are_kept(kwargs, tmp_path):
     assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
 
 
-def test_image_size_of_a_plain_state_dict_is_that_of_the_model_of_this_shape(tmp_path):
-    for name, size in ((CONV, (32, 32)), ('cmhsa_conv_k5_patch4_32', (32, 32))):
-        torch.save(timm.create_model(name, depth=2).state_dict(), tmp_path / 'a.pth')
+def test_image_size_of_a_plain_state_dict_is_that_of_the_model_with_such_patches(tmp_path):
+    for hidden_chans, architecture in ((3, 'cmhsa_attn'), (12, 'cmhsa_attn_patch4_32')):
+        torch.save(create(hidden_chans=hidden_chans).state_dict(), tmp_path / 'a.pth')
         report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out.pth', force=True)
-        assert report.model_args['img_size'] == size
-        assert report.img_size_source == f'default of {report.architecture}'
+        assert report.architecture == architecture, 'never a model that is there for tests'
+        assert report.model_args['img_size'] == (32, 32)
+        assert report.img_size_source == 'default of cmhsa_conv_k3_patch4_32'
+    torch.save(create(patch_size=8).state_dict(), tmp_path / 'a.pth')
+    with pytest.raises(CheckpointError, match='give the image size'):
+        convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'no.pth')
 
 
 def test_convert_state_dict_is_deterministic_and_leaves_the_generator_alone(conv_model):
@@ -176,7 +181,7 @@ def test_convert_state_dict_is_deterministic_and_leaves_the_generator_alone(conv
     assert all(torch.equal(first[name], second[name]) for name in first)
     wrapped = convert_state_dict({f'module.{k}': v for k, v in conv_model.state_dict().items()}, num_heads=11)
     assert all(torch.equal(first[name], wrapped[name]) for name in first)
-    attn_model = timm.create_model(ATTN, num_classes=10, num_heads=11)
+    attn_model = timm.create_model(ATTN, **SMALL, num_heads=11)
     attn_model.load_state_dict(first)
     assert_same_function(conv_model, attn_model)
 
@@ -188,10 +193,10 @@ def test_convert_state_dict_is_deterministic_and_leaves_the_generator_alone(conv
 def test_written_file_loads_strictly_and_trains_on(suffix, src, conv_model, tmp_path):
     dst = tmp_path / f'out{suffix}'
     convert_checkpoint(src, dst, num_heads=11)
-    model = timm.create_model(ATTN, num_classes=10, num_heads=11)
+    model = timm.create_model(ATTN, **SMALL, num_heads=11)
     load_checkpoint(model, str(dst), strict=True)
     assert_same_function(conv_model, model)
-    model = timm.create_model(ATTN, num_classes=10, num_heads=11, checkpoint_path=str(dst))  # --initial-checkpoint
+    model = timm.create_model(ATTN, **SMALL, num_heads=11, checkpoint_path=str(dst))  # --initial-checkpoint
 
     start = {name: parameter.clone() for name, parameter in model.named_parameters()}
     optimizer = create_optimizer_v2(model.train(), 'adamw', lr=1e-2, weight_decay=0.05)
@@ -345,7 +350,7 @@ def test_approximate_is_exact_where_the_heads_suffice(src, conv_model, tmp_path)
 def test_approximate_by_the_command(src, tmp_path, capsys):
     few = [str(src), str(tmp_path / 'out'), '--num-heads', '6', '--head-dim', '12']
     assert main(few) == 2
-    assert 'it takes 12 heads of 12 or 9 heads of 48, or approximate=True (--approximate)' in capsys.readouterr().err
+    assert 'it takes 12 heads of 12 or 9 heads of 48, or --approximate' in capsys.readouterr().err
     assert main([*few, '--approximate', '--tolerance', '1e-3']) == 1
     assert 'above the tolerance of 1.0e-03: nothing was written' in capsys.readouterr().err
     assert main([*few, '--approximate']) == 0
@@ -503,15 +508,15 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
 @pytest.mark.parametrize(('options', 'message'), [
     (['--num-classes', '5'], 'has 10 classes, where 5 were expected'),
     (['--use-ema'], 'holds no EMA weights'),
-    (['--img-size', '30'], 'img_size=(30, 30) is not divisible by patch_size=4'),
+    (['--img-size', '30'], '--img-size (30, 30) is not divisible by --patch-size 4'),
     (['--in-chans', '4'], 'set hidden_chans to 4 or more'),
     (['--num-heads', '8'], 'it takes 9 heads of 48'),
     (['--model', 'resnet18'], 'resnet18 is not a phase-2 model: choose one of cmhsa_attn'),
     (['--images', 'nowhere'], 'nowhere is not a folder of images'),
-    (['--num-heads', '0'], 'num_heads=0 must be positive'),
-    (['--head-dim', '0'], 'head_dim=0 must be positive'),
-    (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the checkpoint of 48: choose a model of that width, or'),
-    (['--head-dim', '-1', '--approximate'], 'head_dim=-1 must be positive'),
+    (['--num-heads', '0'], '--num-heads 0 must be positive'),
+    (['--head-dim', '0'], '--head-dim 0 must be positive'),
+    (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the phase-1 model of 48: choose a model of that width, or'),
+    (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be positive'),
     (['--head-dim', '-5'], 'must be positive'),
     (['--in-chans', '0'], 'must be positive'),
     (['--patch-size', '5'], 'are not patches of (5, 5) pixels a side'),
@@ -527,7 +532,7 @@ def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, ca
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(tmp_path, capsys):
     save_training_checkpoint(create(img_size=48), tmp_path, img_size=48)
     assert main([str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out'), '--img-size', '32']) == 2
-    assert 'was trained with img_size=(48, 48), where (32, 32) was asked for' in capsys.readouterr().err
+    assert 'was trained with --img-size (48, 48), where (32, 32) was asked for' in capsys.readouterr().err
     assert main([str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out'), '--img-size', '48x48']) == 0
 
 
@@ -620,7 +625,7 @@ def test_unwritable_destination(src, tmp_path, capsys):
 def test_full_disk(name, src, tmp_path):
     """A limit on the file size makes writing fail half-way, as a full disk does."""
     code = (
-        'import resource, signal, sys; from timm_cmhsa.cli import main;'
+        'import resource, signal, sys; from timm_cmhsa.cli import convert_main as main;'
         'signal.signal(signal.SIGXFSZ, signal.SIG_IGN);'
         'resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000));'
         'sys.exit(main(sys.argv[1:]))')
@@ -638,7 +643,7 @@ def test_killed_while_writing_leaves_the_old_file_or_none(name, src, tmp_path):
     dst = tmp_path / name
     convert_checkpoint(src, dst)
     code = (
-        'import sys; from timm_cmhsa.cli import main; print("ready", flush=True);'
+        'import sys; from timm_cmhsa.cli import convert_main as main; print("ready", flush=True);'
         'import itertools\n'
         'for _ in itertools.count(): main([*sys.argv[1:], "--force"])')
     process = subprocess.Popen(
@@ -677,12 +682,12 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == (
-        f'{ATTN}: 3-channel images of 32 x 32 pixels (default of {ATTN}), patches of 4 x 4, sharpness 40.2')
+        f'{ATTN}: 3-channel images of 32 x 32 pixels (default of cmhsa_conv_k3_patch4_32), patches of 4 x 4, sharpness 40.2')
     assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error', 'rms', 'error']
-    assert [line.split()[:4] for line in lines[2:6]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(4)]
-    assert lines[6].startswith('logits')
-    assert lines[7] == 'top-1 agreement 100.00% on 8 random and 0 real images'
-    assert lines[8] == f'written to {tmp_path / "out"}'
+    assert [line.split()[:4] for line in lines[2:4]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(2)]
+    assert lines[4].startswith('logits')
+    assert lines[5] == 'top-1 agreement 100.00% on 8 random and 0 real images'
+    assert lines[6] == f'written to {tmp_path / "out"}'
 
 
 def test_command_explains_itself():

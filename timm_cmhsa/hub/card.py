@@ -6,10 +6,10 @@ import torch
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from timm.models._hub import generate_readme
 
-from .checkpoints import CheckpointError
-from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
-from .pixel import PixelAttn
-from .version import __version__
+from ..cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
+from ..files import CheckpointError
+from ..pixel import PixelAttn
+from ..version import __version__
 
 PAPERS = {
     CmhsaConv: '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)',
@@ -54,12 +54,6 @@ CORDONNIER = '''@inproceedings{cordonnier2020relationship,
   year={2020}
 }'''
 CITATIONS = {CmhsaConv: LI, CmhsaAttn: LI, PixelAttn: CORDONNIER}
-# Those arguments of train.py that say how a model was trained. None can be a path or the name of something private.
-TRAINING_ARGS = (
-    'epochs', 'batch_size', 'world_size', 'grad_accum_steps', 'opt', 'opt_betas', 'momentum', 'lr', 'lr_base', 'sched',
-    'warmup_epochs', 'warmup_lr', 'cooldown_epochs', 'min_lr', 'weight_decay', 'layer_decay', 'clip_grad', 'drop',
-    'drop_path', 'aa', 'aug_repeats', 'reprob', 'color_jitter', 'hflip', 'vflip', 'scale', 'ratio', 'mixup', 'cutmix',
-    'smoothing', 'bce_loss', 'model_ema', 'model_ema_decay', 'amp', 'amp_dtype', 'seed')
 
 
 def model_card(
@@ -72,7 +66,7 @@ def model_card(
         results: Optional[Mapping[str, float]] = None,
         details: Optional[Mapping[str, Any]] = None,
 ) -> str:
-    """Text of README.md: metadata that the Hub reads, then what people read.
+    """Return the text of README.md: metadata that the Hub reads, then what people read.
 
     Args:
         model: The model; its weights are not looked at.
@@ -171,7 +165,7 @@ def _eval_results(task: str, datasets: Sequence[str], results: Mapping[str, floa
 
 
 def check_results(results: Mapping[str, Any]) -> Dict[str, float]:
-    """Accuracies as plain numbers.
+    """Return accuracies as plain numbers.
 
     Raises:
         CheckpointError: If one is no percentage.
@@ -185,11 +179,3 @@ def check_results(results: Mapping[str, Any]) -> Dict[str, float]:
         if not 0 <= checked[str(name)] <= 100:
             raise CheckpointError(f'the result {name}={value} is not between 0 and 100: give accuracies in percent.')
     return checked
-
-
-def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
-    """Those of train.py's arguments that say how a model was trained, but for the ones that are off."""
-    known = {name: args.get(name) for name in TRAINING_ARGS}
-    return {
-        name.replace('_', '-'): ' '.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
-        for name, value in known.items() if value not in (None, False, 0, '', [])}

@@ -9,10 +9,10 @@ import torch
 from PIL import Image
 from torch import nn
 
-from .analysis import AttentionMaps, attention_maps
-from .images import to_pixels
-from .pixel import PositionalAttention, PositionalContentAttention
-from .plot_data import PlotError, layers_to_draw, num_weights
+from ..analysis import AttentionMaps, attention_maps
+from ..images import to_pixels
+from ..pixel import PositionalAttention, PositionalContentAttention
+from .data import PlotError, layers_to_draw, num_weights
 
 NUM_IMAGES = 4  # that make a page worth to look at
 MAX_PAGE_BYTES = 64 * 2 ** 20

@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Ellipse, Rectangle
 
-from .analysis import HeadStatistics
-from .plot_data import Gaussians, QueryAttention
+from ..analysis import HeadStatistics
+from .data import Gaussians, QueryAttention
 
 CONTOURS: Dict[float, Dict[str, Any]] = {  # share of a Gaussian, and how its contour is drawn
     0.5: {'linestyle': '-', 'linewidth': 1.1},

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import PatchConv2d, RelPosAttention, patchify, unpatchify
-from timm_cmhsa.token_mixers import FoldedRelPosAttention
+from timm_cmhsa.efficient import AbsorbedRelPosAttention
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -153,27 +153,27 @@ def test_set_grid_size_keeps_requires_grad_and_the_zero_key():
     assert attn(torch.randn(1, 16, 12)).shape == (1, 16, 12)
 
 
-def unfolded(attn):
-    """The same layer, which projects tokens to queries, keys and values: as it must for whoever watches them."""
+def plain(attn):
+    """The same layer without absorption."""
     attn = copy.deepcopy(attn)
-    attn.qkv.register_forward_hook(lambda *_: None)
+    attn.absorb = False
     return attn
 
 
 @given(
     dim=st.integers(1, 12), head_dim=st.integers(1, 20), dim_out=st.integers(1, 12), num_heads=st.integers(1, 4),
     grid=pairs, qkv_bias=st.booleans(), mask=st.booleans(), seed=st.integers(0, 2 ** 16))
-def test_folding_is_the_same_function_with_the_same_gradients(
+def test_absorption_is_the_same_function_with_the_same_gradients(
         dim, head_dim, dim_out, num_heads, grid, qkv_bias, mask, seed):
     torch.manual_seed(seed)
     attn = random_attention(
         dim, grid, num_heads=num_heads, head_dim=head_dim, dim_out=dim_out, qkv_bias=qkv_bias, dtype=torch.float64)
+    attn.train().absorb = True  # whatever is cheaper here
     results = []
     tokens = torch.randn(3, grid[0] * grid[1], dim, dtype=torch.float64)
     attn_mask = torch.randn(3, 1, len(tokens[0]), len(tokens[0]), dtype=torch.float64) if mask else None
     weights = torch.randn(3, grid[0] * grid[1], dim_out, dtype=torch.float64)
-    for form in (attn, unfolded(attn)):
-        form.folding_pays = lambda x, form=form: not form.qkv._forward_hooks  # whatever is cheaper here
+    for form in (attn, plain(attn)):
         x = tokens.clone().requires_grad_()
         y = form(x, attn_mask=attn_mask)
         gradients = torch.autograd.grad((y * weights).sum(), [x, *form.parameters()])
@@ -188,16 +188,16 @@ def operations(attn, tokens):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(('num_images', 'dim', 'head_dim', 'expected'), [
-    (1, 64, 64, False), (16, 64, 64, True), (16, 64, 96, True), (1, 64, 640, False), (64, 64, 16, False),
-    (16, 48, 40, True),
-])
-def test_folding_follows_the_shapes(num_images, dim, head_dim, expected):
-    attn, tokens = random_attention(dim, 4, num_heads=2, head_dim=head_dim), torch.randn(num_images, 16, dim)
-    assert attn.folding_pays(tokens) == expected
+@pytest.mark.parametrize(('dim', 'head_dim', 'expected'), [
+    (64, 64, True), (64, 96, True), (64, 640, True), (64, 16, False), (48, 40, True), (48, 36, False)])
+def test_absorption_follows_the_shapes(dim, head_dim, expected):
+    attn, tokens = random_attention(dim, 4, num_heads=2, head_dim=head_dim).train(), torch.randn(256, 16, dim)
+    assert attn.absorb == attn.can_absorb() == expected
+    assert f'absorb={expected}' in repr(attn)
     other = copy.deepcopy(attn)
-    other.folding_pays = lambda x: not expected
+    other.absorb = not expected
     assert operations(other, tokens) > operations(attn, tokens)
+    assert operations(attn.eval(), tokens) == operations(other.eval(), tokens), 'in training alone'
 
 
 class Doubled(nn.Linear):
@@ -234,8 +234,8 @@ WATCH = {
 @pytest.mark.parametrize('how', WATCH)
 @pytest.mark.parametrize('name', ['qkv', 'proj'])
 def test_who_watches_a_projection_sees_it(how, name):
-    attn, tokens, seen = random_attention(head_dim=24), torch.randn(64, 6, 12, requires_grad=True), []
-    assert attn.folding_pays(tokens)
+    attn, tokens, seen = random_attention(head_dim=24).train(), torch.randn(64, 6, 12, requires_grad=True), []
+    assert attn.can_absorb()
     WATCH[how](getattr(attn, name), seen)
     attn(tokens).sum().backward()
     assert seen == [getattr(attn, name).out_features]
@@ -245,40 +245,40 @@ def test_who_watches_a_projection_sees_it(how, name):
 @pytest.mark.parametrize('name', ['qkv', 'proj'])
 def test_a_layer_in_place_of_a_projection_is_called(name):
     attn, tokens = random_attention(head_dim=24, dtype=torch.float64), torch.randn(64, 6, 12, dtype=torch.float64)
-    plain = attn(tokens)
-    expected = unfolded(attn)
+    before = attn.train()(tokens)
+    expected = plain(attn)
     getattr(expected, name).weight.data.mul_(2)
     getattr(expected, name).bias.data.mul_(2)
     setattr(attn, name, double(getattr(attn, name)))
     assert attn.fuse() is attn
     torch.testing.assert_close(attn(tokens), expected(tokens))
-    assert not torch.allclose(attn(tokens), plain)
+    assert not torch.allclose(attn(tokens), before)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize('fused', [True, False])
 @pytest.mark.parametrize('qkv_bias', [True, False])
-def test_folded_attention_is_the_same_function(dtype, fused, qkv_bias):
+def test_fused_layer_is_the_same_function(dtype, fused, qkv_bias):
     set_fused_attn(fused)
     attn = random_attention(12, (2, 3), head_dim=20, dim_out=8, qkv_bias=qkv_bias, dtype=dtype)
     for parameter in attn.parameters():
         parameter.data.mul_(0.3)
-    folded, tokens = attn.fuse(), torch.randn(2, 6, 12, dtype=dtype)
-    assert isinstance(folded, FoldedRelPosAttention)
+    absorbed, tokens = attn.fuse(), torch.randn(2, 6, 12, dtype=dtype)
+    assert isinstance(absorbed, AbsorbedRelPosAttention)
     mask = torch.rand(6, 6) > 0.3
     for kwargs in ({}, {'attn_mask': mask}, {'is_causal': True}):
-        actual, expected = folded(tokens, **kwargs), attn(tokens, **kwargs)
+        actual, expected = absorbed(tokens, **kwargs), attn(tokens, **kwargs)
         assert actual.dtype == dtype
         assert (actual - expected).abs().max() <= 16 * torch.finfo(dtype).eps * expected.abs().max()
-    assert sum(p.numel() for p in folded.parameters()) < sum(p.numel() for p in attn.parameters())
-    assert not any(p.requires_grad for p in folded.parameters())
-    assert (folded.num_heads, folded.grid_size) == (9, (2, 3))
+    assert sum(p.numel() for p in absorbed.parameters()) < sum(p.numel() for p in attn.parameters())
+    assert not any(p.requires_grad for p in absorbed.parameters())
+    assert (absorbed.num_heads, absorbed.grid_size) == (9, (2, 3))
     assert all(p.requires_grad for p in attn.parameters()), 'the original stays as it was'
-    folded.set_grid_size((4, 4))
+    absorbed.set_grid_size((4, 4))
     assert attn.grid_size == (2, 3)
 
 
-def test_folded_weights_of_half_precision_are_rounded_once():
+def test_absorbed_weights_of_half_precision_are_rounded_once():
     attn = random_attention(12, (2, 3), head_dim=20, dtype=torch.bfloat16)
     double = copy.deepcopy(attn).double().fuse()
     for name, tensor in attn.fuse().state_dict().items():
@@ -287,7 +287,7 @@ def test_folded_weights_of_half_precision_are_rounded_once():
 
 
 @pytest.mark.parametrize(('head_dim', 'grid_size'), [(3, 2), (8, 2), (11, 20)])
-def test_what_would_take_longer_is_not_folded(head_dim, grid_size):
+def test_what_would_take_longer_is_not_absorbed(head_dim, grid_size):
     """Thin heads; and heads that are a little thinner than tokens, where attention itself costs most."""
     attn = random_attention(12, grid_size, head_dim=head_dim)
     assert attn.fuse() is attn

@@ -1,5 +1,6 @@
 """What pictures of attention are made of: models of checkpoints, images, and what the heads do with these."""
 import math
+import re
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -7,10 +8,10 @@ import timm
 import torch
 from torch import nn
 
-from .analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
-from .checkpoints import CheckpointError, read_checkpoint
-from .images import data_config, image_dataset, read_images
-from .rel_pos import QuadraticRelPos
+from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
+from ..files import CheckpointError, read_checkpoint
+from ..images import data_config, image_dataset, read_images
+from ..rel_pos import QuadraticRelPos
 
 CENTER = (0.5, 0.5)
 MAX_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
@@ -73,7 +74,7 @@ def load_model(
         raise CheckpointError(f'{path} does not tell which model it is of: give its name (model, --model NAME).')
     if not timm.is_model(name):
         raise CheckpointError(f'{path}: {name!r} is no model that timm knows: give its name (model, --model NAME).')
-    if not timm.model_entrypoint(name).__module__.startswith(f'{__package__}.'):
+    if not timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.'):
         raise CheckpointError(
             f'{path} is of {name}, whose convolutions only Python can replace: make the model, attend_convs, '
             'load_state_dict, and plot_attention(model, ...).')
@@ -115,6 +116,15 @@ def open_models(
         raise PlotError('no checkpoint is given.')
     for path, title in zip(paths, checkpoint_titles(paths)):
         yield title, load_model(path, model, model_kwargs)
+
+
+def in_order_of_training(paths: List[Path]) -> List[Path]:
+    """Sort checkpoints of `train.py` by their epochs: a shell puts checkpoint-10 before checkpoint-9."""
+    matches = [re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', path.name) for path in paths]
+    by_epoch = {int(match[1]): path for match, path in zip(matches, paths) if match}
+    if len(by_epoch) < len(paths):
+        return paths
+    return [by_epoch[epoch] for epoch in sorted(by_epoch)]
 
 
 def checkpoint_titles(paths: Sequence[PathLike]) -> List[str]:
@@ -301,7 +311,7 @@ def gaussians(model: nn.Module) -> Dict[str, Gaussians]:
 
 def _gaussians_of(rel_pos: QuadraticRelPos) -> Gaussians:
     center, inv_covariance = rel_pos.center.float().cpu().clone(), rel_pos.inv_covariance().float().cpu()
-    return Gaussians(center, inv_covariance, rel_pos.window_size)
+    return Gaussians(center, inv_covariance, rel_pos.grid_size)
 
 
 def check_same_model(one: Snapshot, other: Snapshot) -> None:

@@ -1,0 +1,210 @@
+"""Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
+import math
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, to_2tuple
+from torch import nn
+
+from .efficient import (
+    AbsorbedRelPosAttention,
+    absorb_weights,
+    chunked_attention,
+    default_chunk_size,
+    is_onnx_export,
+    is_plain_linear,
+    multi_query_attention,
+    multiplications,
+)
+from .patches import Size2d
+from .rel_pos import OffsetRelPos, QuadraticRelPos, add_attn_mask, create_rel_pos
+
+torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
+
+
+class RelPosAttention(Attention):
+    """Multi-head self-attention with relative position bias (Equations 2 to 4 of arXiv 2111.01353).
+
+    The zero key, one more key than there are tokens, has a zero key, a zero value and a learned bias per head (what
+    `nn.MultiheadAttention` calls `add_zero_attn`). A head can attend to nothing by it, as it must where its offset
+    points outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
+
+    Two attributes make it cheaper. They follow from the shapes, when it is made and when the grid changes, and can be
+    set; neither changes the function (see `efficient.py`):
+
+    - `absorb`: Absorb the weights of wide heads, anew in every training step. `fuse` does it once for inference.
+    - `chunk_size`: Number of queries that attend at a time, None for all.
+    """
+
+    def __init__(
+            self,
+            dim: int,
+            grid_size: Size2d,
+            num_heads: int = 9,
+            head_dim: Optional[int] = None,
+            dim_out: Optional[int] = None,
+            qkv_bias: bool = True,
+            attn_drop: float = 0.,
+            proj_drop: float = 0.,
+            rel_pos: str = 'table',
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        """
+        Args:
+            dim: Token width.
+            grid_size: Patches per image side.
+            num_heads: Number of heads.
+            head_dim: Width of a head; by default that of a token, as in the paper (d_H = d).
+            dim_out: Output width; by default that of a token.
+            qkv_bias: Give queries, keys and values a bias.
+            attn_drop: Dropout rate of the attention weights.
+            proj_drop: Dropout rate of the output.
+            rel_pos: Relative position encoding, see `create_rel_pos`.
+
+        Raises:
+            ValueError: If there is no head, a head has no width, or there is no such encoding.
+        """
+        if num_heads < 1 or (head_dim is not None and head_dim < 1):
+            raise ValueError(f'{num_heads=} and {head_dim=} must be positive.')
+        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
+        self.qkv: nn.Linear
+        self.proj: nn.Linear
+        self.num_heads: int
+        super().__init__(
+            dim,
+            num_heads=num_heads,
+            attn_head_dim=head_dim or dim,
+            dim_out=dim_out,
+            qkv_bias=qkv_bias,
+            attn_drop=attn_drop,
+            proj_drop=proj_drop,
+            **dd,
+        )
+        self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, self.head_dim, **dd)
+        self.absorb, self.chunk_size = self.default_form()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for linear in (self.qkv, self.proj):
+            nn.init.trunc_normal_(linear.weight, std=.02)
+            if linear.bias is not None:
+                nn.init.zeros_(linear.bias)
+        self.rel_pos.reset_parameters()
+
+    @property
+    def grid_size(self) -> Tuple[int, int]:
+        return self.rel_pos.grid_size
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        """Change the grid; every offset keeps its bias."""
+        if grid_size != self.grid_size:
+            self.rel_pos.set_grid_size(grid_size)
+            self.absorb, self.chunk_size = self.default_form()
+
+    def extra_repr(self) -> str:
+        return f'num_heads={self.num_heads}, head_dim={self.head_dim}, absorb={self.absorb}, ' \
+               f'chunk_size={self.chunk_size}'
+
+    def forward(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        if not torch.jit.is_scripting() and self.can_absorb():
+            return self.forward_absorbed(x, attn_mask, is_causal)
+        B, N, _ = x.shape
+        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])  # the zero key
+        dropout_p = self.attn_drop.p if self.training else 0.
+        if not torch.jit.is_scripting() and self.can_chunk() and attn_mask is None and not is_causal:
+            x = self.attend_in_chunks(q, k, v, dropout_p)
+        else:
+            attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
+            if self.fused_attn and not is_onnx_export():
+                x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p)
+            else:
+                attn = (q * self.scale) @ k.transpose(-2, -1) + attn_bias
+                attn = attn.softmax(dim=-1)
+                attn = self.attn_drop(attn)
+                x = attn @ v
+        x = x.transpose(1, 2).reshape(B, N, self.attn_dim)
+        x = self.proj(x)
+        return self.proj_drop(x)
+
+    @torch.jit.unused
+    def forward_absorbed(
+            self,
+            x: torch.Tensor,
+            attn_mask: Optional[torch.Tensor] = None,
+            is_causal: bool = False,
+    ) -> torch.Tensor:
+        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+        query_weight, query_bias, out_weight = absorb_weights(self.qkv, self.proj, self.num_heads)
+        dropout_p = self.attn_drop.p if self.training else 0.
+        x = multi_query_attention(F.linear(x, query_weight, query_bias), x, attn_bias, self.scale, dropout_p)
+        x = F.linear(x, out_weight, self.proj.bias)
+        return self.proj_drop(x)
+
+    @torch.jit.unused
+    def can_absorb(self) -> bool:
+        """Return whether this step absorbs weights: in training, unless somebody looks at maps or projections."""
+        return (
+            self.training and self.absorb and self.fused_attn and not is_onnx_export()
+            and is_plain_linear(self.qkv) and is_plain_linear(self.proj))
+
+    @torch.jit.unused
+    def can_chunk(self) -> bool:
+        """Return whether queries attend in chunks, unless somebody looks at maps."""
+        return self.chunk_size is not None and self.fused_attn
+
+    @torch.jit.unused
+    def attend_in_chunks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> torch.Tensor:
+        assert isinstance(self.rel_pos, OffsetRelPos)
+        assert self.chunk_size is not None
+        return chunked_attention(q, k, v, self.rel_pos.gather_bias, self.chunk_size, dropout_p)
+
+    def default_form(self) -> Tuple[bool, Optional[int]]:
+        """Return what is cheapest for the shapes of this layer: `absorb` and `chunk_size`."""
+        if self.rel_pos.depends_on_queries:
+            return False, None
+        chunk_size = default_chunk_size(self.num_heads, math.prod(self.grid_size))
+        plain, absorbed = self.multiplications()
+        return chunk_size is None and absorbed < plain, chunk_size
+
+    def multiplications(self) -> Tuple[int, int]:
+        """Return the multiplications per token and head, of plain attention and with absorbed weights."""
+        return multiplications(
+            self.qkv.in_features, self.proj.out_features, self.head_dim, math.prod(self.grid_size))
+
+    def keep_heads(self, heads: List[int]) -> None:
+        """Remove all other heads. Needs a quadratic encoding."""
+        assert isinstance(self.rel_pos, QuadraticRelPos)
+        dim = self.qkv.in_features
+        weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, dim)[:, heads].flatten(0, 2)
+        bias = None if self.qkv.bias is None else self.qkv.bias.view(3, self.num_heads, self.head_dim)[:, heads]
+        out_weight = self.proj.weight.view(-1, self.num_heads, self.head_dim)[:, heads].flatten(1)
+        replace_weight(self.qkv, weight, None if bias is None else bias.flatten())
+        replace_weight(self.proj, out_weight, self.proj.bias)
+        self.rel_pos.keep_heads(heads)
+        self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
+        self.absorb, self.chunk_size = self.default_form()
+
+    def fuse(self) -> nn.Module:
+        """Return the form for inference, which `timm.utils.reparameterize_model` asks for.
+
+        It is a new layer with absorbed weights, or this one where that would not be cheaper.
+        """
+        if self.absorb and is_plain_linear(self.qkv) and is_plain_linear(self.proj):
+            return AbsorbedRelPosAttention(self.qkv, self.proj, self.rel_pos, self.scale, self.fused_attn)
+        return self
+
+
+def replace_weight(linear: nn.Linear, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:
+    """Give a linear layer another weight, (out, in), and bias, and with them another size."""
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=linear.weight.requires_grad)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=linear.bias.requires_grad)

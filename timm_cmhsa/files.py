@@ -1,0 +1,283 @@
+"""Checkpoint files: tensors and what is told of their model in; files and folders out, whole or not at all."""
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+
+import safetensors
+import safetensors.torch
+import torch
+from timm.layers import to_2tuple
+from timm.models import clean_state_dict
+
+WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
+PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
+ABOUT = ('label_names', 'label_descriptions', 'license')
+PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+
+
+class CheckpointError(ValueError):
+    """A file cannot be read, converted or written. The message says why and what to do, in one line."""
+
+
+class Checkpoint(NamedTuple):
+    """What a checkpoint says."""
+    state_dict: Dict[str, torch.Tensor]
+    architecture: Optional[str]  # timm's name of the model, where the checkpoint tells
+    model_args: Dict[str, Any]  # of `timm.create_model`, as far as it tells
+    pretrained_cfg: Dict[str, Any]  # preprocessing, label names and license, as far as it tells
+    training_args: Dict[str, Any]  # of timm's `train.py`, if that wrote it
+    sha256: str  # of the file that holds the tensors
+
+
+def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
+    """Read tensors, and what is told of the model they belong to. Prefixes of wrappers are stripped.
+
+    Args:
+        path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
+            `local-dir:` layout. Pickles are loaded with `weights_only=True`, which executes no code.
+        use_ema: Take the averaged weights that a training checkpoint holds beside the last ones.
+
+    Raises:
+        CheckpointError: If there is no such file, it is corrupt, holds code or no state dict.
+    """
+    config: Dict[str, Any] = {}
+    if path.is_dir():
+        config = _read_config(path / 'config.json')
+    path = _weights_file(path)
+    try:
+        content, metadata = _load(path)
+        sha256 = _sha256(path)
+    except OSError as e:
+        raise CheckpointError(f'{path} cannot be read: {e.strerror or e}.') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
+
+    state_dict = _select_state_dict(content, path, use_ema)
+    state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice: older timm knows one order of wrappers only
+    try:
+        if not config and 'model_args' in metadata:
+            config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
+        elif not config:
+            config = _train_config(content)
+        return Checkpoint(state_dict, *_read_model(config), _train_args(content), sha256)
+    except (ValueError, TypeError, AttributeError, IndexError, KeyError) as e:
+        raise CheckpointError(f'{path} has a malformed model configuration: {one_line(e)}.') from e
+
+
+def _weights_file(path: Path) -> Path:
+    if path.is_dir():
+        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
+        if not names:
+            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
+        path = path / names[0]
+    if not path.is_file():
+        raise CheckpointError(
+            f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
+    return path
+
+
+def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
+    if path.suffix == '.safetensors':
+        try:
+            with safetensors.safe_open(path, framework='pt') as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        except safetensors.SafetensorError as e:
+            raise CheckpointError(f'{path} is truncated or not a safetensors file: {one_line(e)}.') from e
+    try:
+        # timm's training checkpoints hold their arguments in a Namespace
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # of a file that is no checkpoint, one line says all
+            return torch.load(path, map_location='cpu', weights_only=True), {}
+    except pickle.UnpicklingError as e:
+        if 'GLOBAL' in str(e):
+            raise CheckpointError(
+                f'{path} needs code to load, which is never executed: save its state_dict() alone.') from e
+        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
+    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,
+            UnicodeDecodeError, zipfile.BadZipFile) as e:
+        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
+
+
+def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
+    """Return what timm's `load_state_dict` would take, but averaged weights only where asked for."""
+    ema = [key for key in ('state_dict_ema', 'model_ema') if content.get(key) is not None]
+    if use_ema and not ema:
+        raise CheckpointError(f'{path} holds no EMA weights: leave out use_ema=True, or train with --model-ema.')
+    key = ema[0] if use_ema else next((key for key in ('state_dict', 'model') if key in content), None)
+    state_dict = content if key is None else content[key]
+    if not isinstance(state_dict, dict) or not state_dict:
+        raise CheckpointError(f'{path} holds no state dict{"" if key is None else f" in {key!r}"}.')
+    for name, value in state_dict.items():
+        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
+            raise CheckpointError(f'{path} is not a state dict: {name!r} is a {type(value).__name__}.')
+    return state_dict
+
+
+def _read_config(path: Path) -> Dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except FileNotFoundError as e:
+        raise CheckpointError(
+            f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.") from e
+    except (OSError, ValueError) as e:
+        raise CheckpointError(f'{path} cannot be read: {one_line(e)}.') from e
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is not a model configuration of timm's.")
+    return config
+
+
+def _train_args(content: Dict[str, Any]) -> Dict[str, Any]:
+    args = content.get('args')
+    return dict(args) if isinstance(args, dict) else vars(args) if isinstance(args, argparse.Namespace) else {}
+
+
+def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
+    """Return the arguments of timm's `train.py` in the form of timm's config.json."""
+    args = _train_args(content)
+    model_args = dict(args.get('model_kwargs') or {})
+    for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
+        if args.get(name) is not None:
+            model_args.setdefault(key, args[name])
+    return {
+        'architecture': content.get('arch') or args.get('model'),
+        'model_args': model_args,
+        'pretrained_cfg': {key: args[key] for key in ('input_size', *PREPROCESSING) if args.get(key)},
+    }
+
+
+def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
+    """Return architecture, model arguments and the rest of a config.json; its root overrules the inside, as in timm."""
+    architecture, pretrained_cfg = config.get('architecture'), dict(config.get('pretrained_cfg') or {})
+    pretrained_cfg.update((key, config[key]) for key in ('label_names', 'label_descriptions') if key in config)
+    if architecture is not None and not isinstance(architecture, str):
+        raise TypeError('the architecture is not a name')
+    model_args = dict(config.get('model_args') or {})
+    if pretrained_cfg.get('input_size') is not None:
+        chans, *size = pretrained_cfg['input_size']
+        model_args = {'in_chans': chans, 'img_size': size, **model_args}
+    if model_args.get('img_size') is not None:
+        height, width = to_2tuple(model_args['img_size'])
+        model_args['img_size'] = int(height), int(width)
+    known = {key: pretrained_cfg[key] for key in (*PREPROCESSING, *ABOUT) if pretrained_cfg.get(key)}
+    return architecture, model_args, known
+
+
+def _sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open('rb') as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def same_model_folders(one: Path, other: Path) -> bool:
+    """Return whether two folders hold the same tensors, and otherwise the same files."""
+    names = {path.name for path in one.iterdir()}
+    if names != {path.name for path in other.iterdir()}:
+        return False
+    if any((one / name).read_bytes() != (other / name).read_bytes() for name in names - {'model.safetensors'}):
+        return False
+    # not byte for byte: metadata has no order
+    tensors, metadata = _load(one / 'model.safetensors')
+    other_tensors, other_metadata = _load(other / 'model.safetensors')
+    return (
+        metadata == other_metadata and tensors.keys() == other_tensors.keys()
+        and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items()))
+
+
+def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:
+    """Refuse a destination that would lose something, before any work is done.
+
+    Raises:
+        CheckpointError: If it is the source, exists and may not be overwritten, or cannot be written.
+    """
+    if src is not None and (dst == src or dst in src.parents or src in dst.parents):
+        raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
+    if dst.is_dir():
+        names = {entry.name for entry in dst.iterdir()}
+        if names and not {'model.safetensors'} <= names <= {'model.safetensors', 'config.json', 'README.md'}:
+            raise CheckpointError(
+                f'{dst} is a folder that holds {min(names)}, not a converted model: choose a new folder.')
+    elif dst.suffix[1:].isalpha() and dst.suffix not in ('.safetensors', *PICKLE_SUFFIXES):
+        raise CheckpointError(f'{dst.name} has an unknown suffix: use .safetensors or .pth, or none for a folder.')
+    if dst.exists() and not force and not (dst.is_dir() and not names):
+        raise CheckpointError(f'{dst} exists already: choose another destination, or overwrite it with force=True.')
+    if not dst.parent.is_dir():
+        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
+    if not os.access(dst.parent, os.W_OK):
+        raise CheckpointError(f'{dst.parent} is not writable: choose another destination.')
+
+
+@contextlib.contextmanager
+def whole_or_nothing(dst: Path) -> Iterator[Path]:
+    """Give a path to write a file or folder to, which becomes the destination when all of it is written.
+
+    Killed at any moment, it leaves the old destination or none.
+
+    Args:
+        dst: Destination, which is replaced.
+
+    Raises:
+        CheckpointError: If the destination cannot be written; nothing is left there.
+    """
+    partial = dst.with_name(f'.{dst.name}.partial')
+    try:
+        with _removed_on_failure(partial):
+            yield partial
+            for path in [*partial.glob('*')] or [partial]:
+                with path.open('rb') as file:
+                    os.fsync(file.fileno())
+            replace(partial, dst)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as e:
+        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}. Nothing was written.') from e
+
+
+def replace(partial: Path, dst: Path) -> None:
+    """Move a finished file or folder into the place of another."""
+    old = dst.with_name(f'.{dst.name}.old')
+    if not dst.is_dir():
+        partial.replace(dst)
+        _remove(old)  # what a killed run left
+        return
+    # A folder with files in it cannot be replaced in one step: between these two there is none.
+    _remove(old)
+    dst.rename(old)
+    try:
+        partial.replace(dst)
+    except OSError:
+        old.rename(dst)
+        raise
+    with contextlib.suppress(OSError):
+        _remove(old)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _removed_on_failure(path: Path) -> Iterator[None]:
+    """Remove what an earlier, killed run left at this path, and what this one leaves if it fails."""
+    _remove(path)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):
+            _remove(path)
+        raise
+
+
+def one_line(error: BaseException) -> str:
+    """Return the first line of an error's message, for use in another one."""
+    text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
+    return text.strip().splitlines()[0].rstrip('.')

@@ -1,0 +1,94 @@
+"""What a conversion did and how exact it is: as text, for the model card, and for the metadata of the file."""
+import json
+from typing import Any, Dict, List, NamedTuple
+
+import timm
+import torch
+from timm.layers import to_2tuple
+
+from .convert import LayerReport
+from .version import __version__
+
+CONSTRUCTION = 'Theorem 1 of arXiv 2111.01353, with a zero key'
+APPROXIMATION = f'approximate; {CONSTRUCTION}, and the singular vectors that the heads have room for'
+
+
+class ConversionReport(NamedTuple):
+    """What a conversion did and how exact it is."""
+    architecture: str
+    model_args: Dict[str, Any]  # for `timm.create_model`
+    img_size_source: str
+    sharpness: float
+    approximate: bool  # for want of heads
+    layers: List[LayerReport]
+    logits_error: float  # largest, relative to the source's largest logit
+    logits_rms_error: float  # root mean square, relative to that of the source's logits
+    top1_agreement: float  # share of the images
+    num_random_images: int
+    num_real_images: int
+    source: Dict[str, str]  # what was converted, for the model card
+    source_sha256: str
+    training: Dict[str, str]  # how that had been trained, as far as it tells
+
+    @property
+    def max_error(self) -> float:
+        return max([self.logits_error] + [layer.error for layer in self.layers])
+
+    @property
+    def construction(self) -> str:
+        return APPROXIMATION if self.approximate else CONSTRUCTION
+
+    @property
+    def agreement(self) -> str:
+        return (f'{self.top1_agreement:.2%} on {self.num_random_images} random and {self.num_real_images} real images')
+
+    @property
+    def details(self) -> Dict[str, Any]:
+        """How the model was made, by heading, for its model card."""
+        details = {
+            'Phase 1': {**self.source, 'SHA-256': self.source_sha256},
+            'Construction': {
+                'Rewrite': self.construction,
+                'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
+                'Sharpness': f'{self.sharpness:.3g}',
+                'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
+                'Error of the logits': f'{self.logits_error:.1e} of the largest logit, {self.logits_rms_error:.1e} of '
+                                       'their root mean square',
+                'Top-1 agreement': self.agreement,
+            },
+        }
+        return {**details, 'Training of Phase 1': self.training} if self.training else details
+
+    @property
+    def metadata(self) -> Dict[str, str]:
+        """What is written into a safetensors file."""
+        return {
+            'format': 'pt',
+            'architecture': self.architecture,
+            'model_args': json.dumps(self.model_args),
+            'construction': self.construction,
+            'source_sha256': self.source_sha256,
+            'sharpness': str(self.sharpness),
+            'heads_used': ', '.join(str(layer.heads_used) for layer in self.layers),
+            'max_error': str(self.max_error),
+            'logits_error': str(self.logits_error),
+            'timm_cmhsa_version': __version__,
+            'timm_version': timm.__version__,
+            'torch_version': str(torch.__version__),
+        }
+
+    def __str__(self) -> str:
+        height, width = self.model_args['img_size']
+        patch_h, patch_w = to_2tuple(self.model_args['patch_size'])
+        shape = (f"{self.model_args['in_chans']}-channel images of {height} x {width} pixels ({self.img_size_source}), "
+                 f'patches of {patch_h} x {patch_w}')
+        rows = [(layer.name, f'{layer.heads_used} of {layer.num_heads}', layer.error, layer.rms_error)
+                for layer in self.layers]
+        rows.append(('logits', '', self.logits_error, self.logits_rms_error))
+        approximate = ', approximate' if self.approximate else ''
+        return '\n'.join([
+            f'{self.architecture}: {shape}, sharpness {self.sharpness:.3g}{approximate}',
+            'layer          heads used   largest error   rms error',
+            *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),
+            f'top-1 agreement {self.agreement}',
+        ])
