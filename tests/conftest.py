@@ -9,6 +9,8 @@ from hub_server import HubServer
 HUB = HubServer()
 HUB_HOME = tempfile.TemporaryDirectory()
 os.environ.update(HF_ENDPOINT=HUB.url, HF_HOME=HUB_HOME.name)
+# small tensors gain nothing by threads, here and in the processes that tests start
+os.environ.setdefault('OMP_NUM_THREADS', '1')
 
 import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402

@@ -104,11 +104,7 @@ def convert_checkpoint(
 
 
 def locate(src: Union[str, Path]) -> Path:
-    """Return the file or folder of a source, fetched from the Hub if it is there.
-
-    Raises:
-        HubError: If it cannot be had.
-    """
+    """Return the file or folder of a source, fetched from the Hub if it is there."""
     src = str(src)
     return (download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))).resolve()
 
@@ -212,7 +208,7 @@ def _cast(state_dict: Dict[str, torch.Tensor], dtype: Union[str, torch.dtype]) -
 
 
 def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
-    """Return those of train.py's arguments that say how a model was trained, but for the ones that are off."""
+    """Return those of train.py's arguments that say how a model was trained, without the ones that are off."""
     known = {name: args.get(name) for name in TRAINING_ARGS}
     return {
         name.replace('_', '-'): ' '.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
@@ -220,16 +216,7 @@ def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
 
 
 def save_model(model: Cmhsa, dst: Path, metadata: Dict[str, str]) -> None:
-    """Write a model, whole or not at all.
-
-    Args:
-        model: Model to write.
-        dst: `.safetensors`, `.pth` (or another suffix of a pickle), or else a folder for timm's `local-dir:`.
-        metadata: Written into safetensors.
-
-    Raises:
-        CheckpointError: If the destination cannot be written.
-    """
+    """Write a model, whole or not at all, to a file by its suffix, or else to a folder for timm's `local-dir:`."""
     with whole_or_nothing(dst) as partial:
         if dst.suffix == '.safetensors':
             safetensors.torch.save_file(tensors_of(model), partial, metadata)
@@ -239,20 +226,8 @@ def save_model(model: Cmhsa, dst: Path, metadata: Dict[str, str]) -> None:
             write_folder(model, partial, metadata)
 
 
-def write_folder(
-        model: Cmhsa,
-        folder: Path,
-        metadata: Dict[str, str],
-        config: Optional[Dict[str, Any]] = None,
-) -> None:
-    """Write model.safetensors and config.json into a new folder.
-
-    Args:
-        model: Model to write.
-        folder: Folder to make.
-        metadata: Written into safetensors.
-        config: Written into config.json besides the model's own configuration.
-    """
+def write_folder(model: Cmhsa, folder: Path, metadata: Dict[str, str], config: Optional[Dict[str, Any]] = None) -> None:
+    """Write model.safetensors, with metadata, and config.json, with more configuration, into a new folder."""
     folder.mkdir()
     safetensors.torch.save_file(tensors_of(model), folder / 'model.safetensors', metadata)
     save_config_for_hf(model, folder / 'config.json', model_args=json_args(model), model_config=config)
@@ -263,11 +238,7 @@ def tensors_of(model: Cmhsa) -> Dict[str, torch.Tensor]:
 
 
 def json_args(model: Cmhsa) -> Dict[str, Any]:
-    """Return the arguments of `timm.create_model` for a model like this, as config.json can hold them.
-
-    Raises:
-        CheckpointError: If one is a Python object such as a class.
-    """
+    """Return the arguments of `timm.create_model` for a model like this, as config.json can hold them."""
     args = {key: int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
             for key, value in model.model_args().items() if value is not None}
     for key, value in args.items():

@@ -1,17 +1,16 @@
 """The commands `convert_checkpoint` and `plot_attention`: options, exit codes and one-line errors."""
 import argparse
 import json
-import logging
 import re
 import signal
 import sys
 import tempfile
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from timm.utils import ParseKwargs
 
-from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1
+from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1, locate
 from .construction import HeadOptions
 from .files import PICKLE_SUFFIXES, CheckpointError, check_destination, replace, same_model_folders
 from .hub.card import check_results
@@ -41,7 +40,6 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
         _refuse_without_push(parser, push_options, args)
         if args.dst is None:
             parser.error('DST is missing: give a file or folder, or --push-to-hub USER/NAME')
-    handler = _log_in_flags(parser)
     try:
         if args.push_to_hub is None:
             convert_args = {key: value for key, value in vars(args).items() if key not in push_options}
@@ -54,8 +52,6 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     except KeyboardInterrupt:
         print('\nconvert_checkpoint: interrupted. The same command goes on from here.', file=sys.stderr)
         return 128 + signal.SIGINT
-    finally:
-        logging.getLogger(__package__).removeHandler(handler)
     return 0
 
 
@@ -67,18 +63,6 @@ def _in_flags(message: str, parser: argparse.ArgumentParser) -> str:
             message = re.sub(rf'\b{action.dest}=True\b', flag, message)
             message = re.sub(rf'\b{action.dest}=(?=\S)', f'{flag} ', message)
     return message
-
-
-def _log_in_flags(parser: argparse.ArgumentParser) -> logging.Handler:
-    """Print warnings of this package to stderr, about options and not about arguments."""
-    def in_flags(record: logging.LogRecord) -> bool:
-        record.msg, record.args = _in_flags(record.getMessage(), parser), ()
-        return True
-
-    handler = logging.StreamHandler()
-    handler.addFilter(in_flags)
-    logging.getLogger(__package__).addHandler(handler)
-    return handler
 
 
 def _push(args: argparse.Namespace) -> None:
@@ -107,31 +91,18 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
     """Convert into a folder with a model card, unless it holds just that already."""
     if dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
         raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
-    label_names = None if args.label_names is None else read_label_names(args.label_names)
-    if label_names is not None:
-        check_label_names(label_names, args.num_classes or len(label_names))
-    results = None if args.results is None else read_results(args.results)
-    dst, src = dst.resolve(), None if args.src.startswith(PREFIXES) else Path(args.src.removeprefix('local-dir:'))
+    about = _about(args)
+    num_classes = len(about['label_names'] or ()) or args.num_classes
+    dst = dst.resolve()
     exists = dst.is_dir() and any(dst.iterdir())
-    check_destination(dst, src and src.resolve(), force=args.force or exists)
+    check_destination(dst, locate(args.src), force=args.force or exists)
     phase1 = load_phase1(
-        args.src, args.img_size, args.patch_size, args.in_chans, len(label_names) if label_names else args.num_classes,
-        args.use_ema, args.dtype)
+        args.src, args.img_size, args.patch_size, args.in_chans, num_classes, args.use_ema, args.dtype)
     heads = HeadOptions(args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos)
     converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
     with tempfile.TemporaryDirectory(prefix=f'.{dst.name}.', dir=dst.parent) as parent:
         new = Path(parent) / dst.name
-        save_for_hub(
-            converted,
-            new,
-            args.push_to_hub,
-            label_names=label_names,
-            license=args.license,
-            datasets=args.dataset,
-            base_model=args.src.partition(':')[2].partition('@')[0] if src is None else None,
-            results=results,
-            details=report.details,
-        )
+        save_for_hub(converted, new, args.push_to_hub, **about, details=report.details)
         if exists and not args.force:
             if not same_model_folders(new, dst):
                 raise CheckpointError(
@@ -143,6 +114,20 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
             print(f'{report}\nwritten to {args.dst or dst.name}')
 
 
+def _about(args: argparse.Namespace) -> Dict[str, Any]:
+    """Return what the options tell of the model, for its card."""
+    label_names = None if args.label_names is None else read_label_names(args.label_names)
+    if label_names is not None:
+        check_label_names(label_names, args.num_classes or len(label_names))
+    return dict(
+        label_names=label_names,
+        license=args.license,
+        datasets=args.dataset,
+        base_model=args.src.partition(':')[2].partition('@')[0] if args.src.startswith(PREFIXES) else None,
+        results=None if args.results is None else read_results(args.results),
+    )
+
+
 def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str], args: argparse.Namespace) -> None:
     for name in push_options:
         if getattr(args, name) != parser.get_default(name):
@@ -150,11 +135,7 @@ def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str
 
 
 def read_label_names(path: Path) -> List[str]:
-    """Return the names of the classes, one a line, in the order of the classes.
-
-    Raises:
-        CheckpointError: If the file cannot be read, or a line is empty.
-    """
+    """Return the names of the classes, one a line, in the order of the classes."""
     try:
         names = [line.strip() for line in path.read_text(encoding='utf-8-sig').rstrip().splitlines()]
     except (OSError, ValueError) as e:
@@ -165,11 +146,7 @@ def read_label_names(path: Path) -> List[str]:
 
 
 def read_results(path: Path) -> Dict[str, float]:
-    """Return accuracies in percent, from the file that `validate.py --results-format json` writes.
-
-    Raises:
-        CheckpointError: If it is none.
-    """
+    """Return accuracies in percent, from the file that `validate.py --results-format json` writes."""
     try:
         content = json.loads(path.read_text())
         results = {f'Top-{k}': content[f'top{k}'] for k in (1, 5) if f'top{k}' in content}

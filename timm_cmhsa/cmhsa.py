@@ -114,11 +114,7 @@ class Cmhsa(VisionTransformer):
     def no_weight_decay(self) -> Set[str]:
         return {name for name, _ in self.named_parameters() if '.rel_pos.' in name}
 
-    def set_input_size(
-            self,
-            img_size: Optional[Size2d] = None,
-            patch_size: Optional[Size2d] = None,
-    ) -> None:
+    def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
         """Change the input resolution; every offset between patches keeps its bias.
 
         Args:
@@ -245,11 +241,7 @@ def common_num_heads(blocks: nn.Sequential) -> Union[int, List[int]]:
 
 @torch.no_grad()
 def init_patch_identity(proj: nn.Conv2d) -> None:
-    """Make a patch projection compute what phase 1's reshape does.
-
-    Args:
-        proj: Convolution with weight (d, in_chans, P_h, P_w), where d is a multiple of P_h * P_w.
-    """
+    """Make a patch projection, of weight (d, in_chans, P_h, P_w), compute what phase 1's reshape does."""
     embed_dim, in_chans, *patch_size = proj.weight.shape
     one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
     proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
@@ -297,44 +289,35 @@ def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False
     )
 
 
-def _cfg(first_conv: Union[str, Tuple[()]], **kwargs: Any) -> Dict[str, Any]:
+def _cfg(**kwargs: Any) -> Dict[str, Any]:
     return {
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
         'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
         'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': first_conv, 'classifier': 'head',
+        'first_conv': 'patch_embed.proj', 'classifier': 'head',
         'paper_ids': 'arXiv:2111.01353', 'paper_name': 'Can Vision Transformers Perform Convolution?',
         'license': 'apache-2.0',
         **kwargs
     }
 
 
-def _conv_cfg(**kwargs: Any) -> Dict[str, Any]:
-    return _cfg(first_conv=(), **kwargs)  # nothing to adapt to in_chans: phase 1's projection has no weights
-
-
-def _attn_cfg(**kwargs: Any) -> Dict[str, Any]:
-    return _cfg(first_conv='patch_embed.proj', **kwargs)
-
-
 _SMALL = dict(input_size=(3, 32, 32), crop_pct=1.0)
+_CONV = dict(first_conv=())  # phase 1's projection has no weights to adapt to in_chans
 
 default_cfgs = generate_default_cfgs({
-    'cmhsa_conv_k3': _conv_cfg(),
-    'cmhsa_conv_k5': _conv_cfg(),
-    'cmhsa_attn': _attn_cfg(),
-    'cmhsa_attn_16x96': _attn_cfg(),
-    'cmhsa_attn_22x96': _attn_cfg(),
+    'cmhsa_conv_k3': _cfg(**_CONV),
+    'cmhsa_conv_k5': _cfg(**_CONV),
+    'cmhsa_attn': _cfg(),
+    'cmhsa_attn_16x96': _cfg(),
 
-    'cmhsa_conv_k3_patch4_32': _conv_cfg(**_SMALL),
-    'cmhsa_conv_k5_patch4_32': _conv_cfg(**_SMALL),
-    'cmhsa_attn_patch4_32': _attn_cfg(**_SMALL),
-    'cmhsa_attn_16x48_patch4_32': _attn_cfg(**_SMALL),
-    'cmhsa_attn_22x48_patch4_32': _attn_cfg(**_SMALL),
+    'cmhsa_conv_k3_patch4_32': _cfg(**_CONV, **_SMALL),
+    'cmhsa_conv_k5_patch4_32': _cfg(**_CONV, **_SMALL),
+    'cmhsa_attn_patch4_32': _cfg(**_SMALL),
+    'cmhsa_attn_16x48_patch4_32': _cfg(**_SMALL),
 
-    'test_cmhsa_conv_k3': _conv_cfg(**_SMALL),
-    'test_cmhsa_conv_k5': _conv_cfg(**_SMALL),
-    'test_cmhsa_attn': _attn_cfg(**_SMALL),
+    'test_cmhsa_conv_k3': _cfg(**_CONV, **_SMALL),
+    'test_cmhsa_conv_k5': _cfg(**_CONV, **_SMALL),
+    'test_cmhsa_attn': _cfg(**_SMALL),
 })
 
 
@@ -367,13 +350,6 @@ def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 
 @register_model
-def cmhsa_attn_22x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 22 thin heads of 96: 16 for the convolution, 6 to spare. """
-    model_args = dict(num_heads=22, head_dim=96)
-    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_22x96', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
 def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
     model_args = dict(kernel_size=3, img_size=32, patch_size=4, hidden_chans=12)
@@ -399,13 +375,6 @@ def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> Cmhsa
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 16 thin heads of 48. """
     model_args = dict(num_heads=16, head_dim=48, img_size=32, patch_size=4, hidden_chans=12)
     return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x48_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
-def cmhsa_attn_22x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 22 thin heads of 48, 6 to spare. """
-    model_args = dict(num_heads=22, head_dim=48, img_size=32, patch_size=4, hidden_chans=12)
-    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_22x48_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model

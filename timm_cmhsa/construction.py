@@ -216,16 +216,6 @@ def best_factors(
     (Eckart-Young), and every further head of an offset saves less than the one before. So the heads that save most are
     the best choice. They minimize the squared error over all output pixels of an image of white noise, borders
     included, where an offset counts by the number of patches that have a neighbour there.
-
-    Args:
-        conv: Convolution to approximate.
-        heads: What `plan_heads` asks for.
-        num_heads: Number of heads that there are.
-        grid_size: Patches per image side.
-        options: Width and encoding of the heads.
-
-    Returns:
-        At most `num_heads` of them, those that save most first.
     """
     kernel, (grid_h, grid_w), wraps = _dense_kernel(conv), to_2tuple(grid_size), _heads_wrap(conv, options.rel_pos)
     choices = []
@@ -256,16 +246,14 @@ def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:
     """Return what the kernel reads along one axis, by the offset of the patch that it reads from.
 
-    Returns:
-        Offset -> one-hot tensor (P / stride, K, P): output pixel [i] reads input pixel [p] by kernel tap [m].
-        Offsets that never meet the grid are left out; with circular padding they are taken modulo the grid.
+    That is a one-hot tensor (P / stride, K, P): output pixel i reads input pixel p by kernel tap m. Offsets that never
+    meet the grid are left out; with circular padding they are taken modulo the grid.
     """
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if patch % stride:
-        divisors = [s for s in range(1, patch + 1) if patch % s == 0]
         raise ValueError(
-            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a stride of "
-            f'{divisors} or a patch size divisible by {stride}.')
+            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
+            f'divisible by {stride}.')
     pad_left, _ = _axis_padding(conv, axis)
     rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
     pixels = rows[:, None] * stride + taps * dilation - pad_left

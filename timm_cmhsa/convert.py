@@ -81,17 +81,12 @@ def convert_model(
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
-    """Return the options with all that was left open: number, width and sharpness of the heads.
-
-    Args:
-        model: Phase-1 model whose convolutions the heads are to express.
-        architecture: Registered phase-2 model that tells what was not asked for.
-        options: What was asked for.
+    """Return the options with all that was left open, from the architecture: number, width, sharpness of the heads.
 
     Raises:
         ValueError: If there is no such architecture, or its heads are made for tokens of another width.
     """
-    choices = phase2_architectures()
+    choices = timm.list_models('*cmhsa_attn*')
     if architecture not in choices:
         raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(choices)}.')
     target = timm.create_model(architecture, device=torch.device('meta'))
@@ -105,21 +100,15 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
                 f'choose a model of that width, or {matching_architecture(model)} and the head_dim of its heads.')
         head_dim = default.head_dim if is_thin else model.embed_dim
     needed = len(plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos))
-    if num_heads is None and options.head_dim is not None:
-        num_heads = needed
-    elif num_heads is None:
-        num_heads = default.num_heads if options.approximate else max(needed, default.num_heads)
+    if num_heads is None:
+        num_heads = default.num_heads if options.head_dim is None else needed
+        num_heads = num_heads if options.approximate else max(needed, num_heads)
     sharpness = options.sharpness
     if sharpness is None:
         sharpness = exact_sharpness(mixer.grid_size[0] * mixer.grid_size[1], mixer.conv.weight.dtype)
     return options._replace(
         num_heads=num_heads, head_dim=head_dim, sharpness=sharpness,
         approximate=options.approximate and needed > num_heads)
-
-
-def phase2_architectures() -> List[str]:
-    """Return the names of the registered phase-2 models."""
-    return timm.list_models('*cmhsa_attn*')
 
 
 def matching_architecture(model: CmhsaConv) -> str:
@@ -154,13 +143,8 @@ def convert_state_dict(
 
     Args:
         state_dict: Tensors of a `CmhsaConv`.
-        img_size: Input image size, pixels; by default that of the registered model with tokens of this shape.
-        patch_size: Pixels per patch side; by default the patches are square.
-        in_chans: Number of image channels; by default as many as a token carries, at most 3.
-        num_heads: Number of heads; by default 9, or as many as needed if `head_dim` is given or these are more (9 all
-            the same where `approximate`).
-        head_dim: Width of a head; by default that of a token.
-        sharpness, approximate, rel_pos: See `conv2d_to_attention`.
+        img_size, patch_size, in_chans: What tensors do not tell, see `convert_checkpoint`.
+        num_heads, head_dim, sharpness, approximate, rel_pos: See `convert_model`, with `cmhsa_attn`.
 
     Returns:
         Tensors of a `CmhsaAttn`, of the same type.

@@ -21,14 +21,7 @@ torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
 
 def multiplications(dim: int, dim_out: int, head_dim: int, num_patches: int) -> Tuple[int, int]:
-    """Return the multiplications per token and head, of plain attention and with absorbed weights.
-
-    Args:
-        dim: Token width.
-        dim_out: Output width.
-        head_dim: Width of a head.
-        num_patches: Number of tokens that attend to each other.
-    """
+    """Return the multiplications per token and head, of plain attention and with absorbed weights."""
     plain = head_dim * (3 * dim + dim_out + 2 * num_patches)
     return plain, (dim + KEY_PADDING) * (dim + dim_out + 2 * num_patches)
 
@@ -62,17 +55,8 @@ def chunked_attention(
 ) -> torch.Tensor:
     """Attend from some queries at a time, so that memory grows with the tokens and not with their square.
 
-    The backward pass computes every chunk again.
-
-    Args:
-        q: Queries of shape (B, num_heads, N, head_dim).
-        k, v: Keys and values of shape (B, num_heads, N + 1, head_dim), the zero key last.
-        gather_bias: Returns the bias of the queries from start to stop, see `OffsetRelPos`.
-        chunk_size: Number of queries at a time.
-        dropout_p: Dropout rate of the attention weights.
-
-    Returns:
-        Shape (B, num_heads, N, head_dim).
+    The backward pass computes every chunk again. Queries and result have shape (B, num_heads, N, head_dim), keys and
+    values one token more, the zero key; `gather_bias` returns the bias of the queries from start to stop.
     """
     def attend_from(q: torch.Tensor, start: int) -> torch.Tensor:
         attn_bias = gather_bias(start, start + q.shape[2])
@@ -84,20 +68,11 @@ def chunked_attention(
     return torch.cat([attend_from(*chunk) for chunk in chunks], dim=2)
 
 
-def absorb_weights(
-        qkv: nn.Linear,
-        proj: nn.Linear,
-        num_heads: int,
-) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def absorb_weights(qkv: nn.Linear, proj: nn.Linear, num_heads: int) -> Tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Multiply every head's query by its key projection, and its value by its output projection.
 
     Biases need one more dimension of the tokens, a constant one. With x1 = (x, 1), the score of query i and key j is
     x1_i [W_q b_q]^T [W_k b_k] x1_j^T, and a head adds A x1 [W_v b_v]^T W_o^T to the output. The zero key is x1 = 0.
-
-    Args:
-        qkv: Projection of tokens to queries, keys and values.
-        proj: Output projection.
-        num_heads: Number of heads.
 
     Returns:
         Weight (num_heads * (dim + KEY_PADDING), dim) and bias (num_heads * (dim + KEY_PADDING)) that project tokens to
@@ -124,16 +99,8 @@ def multi_query_attention(
 ) -> torch.Tensor:
     """Attend with the tokens themselves as keys and values: all heads share one key and value head.
 
-    Args:
-        q: Queries of shape (B, N, num_heads * (dim + KEY_PADDING)), see `absorb_weights`.
-        x: Tokens of shape (B, N, dim).
-        attn_bias: Shape (1 or B, num_heads, N, N + 1), the zero key last.
-        scale: Factor of the scores before the bias.
-        dropout_p: Dropout rate of the attention weights.
-        fused: Use PyTorch's fused attention.
-
-    Returns:
-        Shape (B, N, num_heads * (dim + KEY_PADDING)).
+    Tokens x have shape (B, N, dim), the bias (1 or B, num_heads, N, N + 1), the zero key last. Queries (see
+    `absorb_weights`) and result have shape (B, N, num_heads * (dim + KEY_PADDING)).
     """
     B, N, dim = x.shape
     key_dim = q.shape[-1] // attn_bias.shape[1]
@@ -154,23 +121,7 @@ class AbsorbedRelPosAttention(nn.Module):
     fused_attn: Final[bool]
 
     @torch.no_grad()
-    def __init__(
-            self,
-            qkv: nn.Linear,
-            proj: nn.Linear,
-            rel_pos: RelPos,
-            scale: float,
-            fused_attn: bool,
-    ) -> None:
-        """See `absorb_weights`.
-
-        Args:
-            qkv: Projection of tokens to queries, keys and values.
-            proj: Output projection.
-            rel_pos: Relative position encoding; copied.
-            scale: Factor of the scores before the bias.
-            fused_attn: Use PyTorch's fused attention.
-        """
+    def __init__(self, qkv: nn.Linear, proj: nn.Linear, rel_pos: RelPos, scale: float, fused_attn: bool) -> None:
         super().__init__()
         dtype = qkv.weight.dtype
         precise = torch.promote_types(dtype, torch.float32)  # so that products are rounded once

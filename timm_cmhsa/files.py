@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint says."""
+    """What a checkpoint tells."""
     state_dict: Dict[str, torch.Tensor]
     architecture: Optional[str]  # timm's name of the model, where the checkpoint tells
     model_args: Dict[str, Any]  # of `timm.create_model`, as far as it tells
@@ -48,9 +48,7 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     Raises:
         CheckpointError: If there is no such file, it is corrupt, holds code or no state dict.
     """
-    config: Dict[str, Any] = {}
-    if path.is_dir():
-        config = _read_config(path / 'config.json')
+    config = _read_config(path / 'config.json') if path.is_dir() else {}
     path = _weights_file(path)
     try:
         content, metadata = _load(path)
@@ -62,12 +60,14 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
 
     state_dict = _select_state_dict(content, path, use_ema)
     state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice: older timm knows one order of wrappers only
+    args = content.get('args')
+    train_args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
     try:
         if not config and 'model_args' in metadata:
             config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
         elif not config:
-            config = _train_config(content)
-        return Checkpoint(state_dict, *_read_model(config), _train_args(content), sha256)
+            config = _train_config(content.get('arch'), train_args)
+        return Checkpoint(state_dict, *_read_model(config), train_args, sha256)
     except (ValueError, TypeError, AttributeError, IndexError, KeyError) as e:
         raise CheckpointError(f'{path} has a malformed model configuration: {one_line(e)}.') from e
 
@@ -96,13 +96,11 @@ def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter('ignore')  # of a file that is no checkpoint, one line says all
             return torch.load(path, map_location='cpu', weights_only=True), {}
-    except pickle.UnpicklingError as e:
-        if 'GLOBAL' in str(e):
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError,
+            AttributeError, zipfile.BadZipFile) as e:
+        if isinstance(e, pickle.UnpicklingError) and 'GLOBAL' in str(e):
             raise CheckpointError(
                 f'{path} needs code to load, which is never executed: save its state_dict() alone.') from e
-        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
-    except (RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError, AttributeError,
-            UnicodeDecodeError, zipfile.BadZipFile) as e:
         raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
 
 
@@ -134,20 +132,14 @@ def _read_config(path: Path) -> Dict[str, Any]:
     return config
 
 
-def _train_args(content: Dict[str, Any]) -> Dict[str, Any]:
-    args = content.get('args')
-    return dict(args) if isinstance(args, dict) else vars(args) if isinstance(args, argparse.Namespace) else {}
-
-
-def _train_config(content: Dict[str, Any]) -> Dict[str, Any]:
+def _train_config(architecture: Optional[str], args: Dict[str, Any]) -> Dict[str, Any]:
     """Return the arguments of timm's `train.py` in the form of timm's config.json."""
-    args = _train_args(content)
     model_args = dict(args.get('model_kwargs') or {})
     for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
         if args.get(name) is not None:
             model_args.setdefault(key, args[name])
     return {
-        'architecture': content.get('arch') or args.get('model'),
+        'architecture': architecture or args.get('model'),
         'model_args': model_args,
         'pretrained_cfg': {key: args[key] for key in ('input_size', *PREPROCESSING) if args.get(key)},
     }
@@ -194,11 +186,7 @@ def same_model_folders(one: Path, other: Path) -> bool:
 
 
 def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:
-    """Refuse a destination that would lose something, before any work is done.
-
-    Raises:
-        CheckpointError: If it is the source, exists and may not be overwritten, or cannot be written.
-    """
+    """Refuse a destination that cannot be written or would lose something, before any work is done."""
     if src is not None and (dst == src or dst in src.parents or src in dst.parents):
         raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
     if dst.is_dir():
@@ -218,26 +206,23 @@ def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:
 
 @contextlib.contextmanager
 def whole_or_nothing(dst: Path) -> Iterator[Path]:
-    """Give a path to write a file or folder to, which becomes the destination when all of it is written.
+    """Give a path to write a file or folder to, which replaces the destination when all of it is written.
 
     Killed at any moment, it leaves the old destination or none.
-
-    Args:
-        dst: Destination, which is replaced.
-
-    Raises:
-        CheckpointError: If the destination cannot be written; nothing is left there.
     """
     partial = dst.with_name(f'.{dst.name}.partial')
     try:
-        with _removed_on_failure(partial):
-            yield partial
-            for path in [*partial.glob('*')] or [partial]:
-                with path.open('rb') as file:
-                    os.fsync(file.fileno())
-            replace(partial, dst)
+        _remove(partial)  # what a killed run left
+        yield partial
+        for path in [*partial.glob('*')] or [partial]:
+            with path.open('rb') as file:
+                os.fsync(file.fileno())
+        replace(partial, dst)
     except (OSError, RuntimeError, safetensors.SafetensorError) as e:
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}. Nothing was written.') from e
+    finally:
+        with contextlib.suppress(OSError):
+            _remove(partial)
 
 
 def replace(partial: Path, dst: Path) -> None:
@@ -247,7 +232,7 @@ def replace(partial: Path, dst: Path) -> None:
         partial.replace(dst)
         _remove(old)  # what a killed run left
         return
-    # A folder with files in it cannot be replaced in one step: between these two there is none.
+    # A folder with files in it cannot be replaced in one step: there is a moment without it.
     _remove(old)
     dst.rename(old)
     try:
@@ -263,18 +248,6 @@ def _remove(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     path.unlink(missing_ok=True)
-
-
-@contextlib.contextmanager
-def _removed_on_failure(path: Path) -> Iterator[None]:
-    """Remove what an earlier, killed run left at this path, and what this one leaves if it fails."""
-    _remove(path)
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):
-            _remove(path)
-        raise
 
 
 def one_line(error: BaseException) -> str:

@@ -53,8 +53,7 @@ class PatchConv2d(nn.Module):
             proj_drop: Dropout rate of the output.
 
         Raises:
-            ValueError: If a token is no patch, or the kernel is even: with the same padding on both sides it would
-                change the image size.
+            ValueError: If a token is no patch, or the kernel is even, which would change the image size.
         """
         super().__init__()
         kernel_h, kernel_w = to_2tuple(kernel_size)

@@ -7,7 +7,7 @@ import torch
 from timm.layers import to_2tuple
 
 from .cmhsa import CmhsaConv
-from .files import CheckpointError
+from .files import CheckpointError, one_line
 
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -35,8 +35,8 @@ def build_phase1(
     args = infer_model_args(state_dict, known)
     name = architecture if architecture in timm.list_models('*cmhsa_conv*') else None
     if 'img_size' not in args:
-        name = name or matching_phase1(args)
-        args['img_size'] = default_img_size(name)
+        name = name or matching_phase1(to_2tuple(args['patch_size']))
+        args['img_size'] = timm.get_pretrained_cfg_value(name, 'input_size')[1:]
     overlay = dict(pretrained_cfg or {})
     try:
         model = timm.create_model(
@@ -44,7 +44,7 @@ def build_phase1(
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     except (TypeError, KeyError, AttributeError, AssertionError, RuntimeError) as e:
-        raise CheckpointError(f'no phase-1 model can be built with {args}: {e}') from e
+        raise CheckpointError(f'no phase-1 model can be built with {args}: {one_line(e)}') from e
     _check_tensors(state_dict, model.state_dict())
     model.load_state_dict(state_dict, assign=True)
     return model.eval()
@@ -72,23 +72,12 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
     return args
 
 
-def matching_phase1(args: Mapping[str, Any]) -> str:
-    """Return the first registered phase-1 model with patches of this size.
-
-    Raises:
-        CheckpointError: If there is none.
-    """
+def matching_phase1(patch_size: Tuple[int, int]) -> str:
+    """Return the first registered phase-1 model with patches of this size."""
     for name in timm.list_models('cmhsa_conv*'):
-        model = timm.create_model(name, device=torch.device('meta'))
-        if model.patch_embed.patch_size == to_2tuple(args['patch_size']):
+        if timm.create_model(name, device=torch.device('meta')).patch_embed.patch_size == patch_size:
             return name
     raise CheckpointError('nothing tells the size of the images that the model was trained on: give the image size.')
-
-
-def default_img_size(model_name: str) -> Tuple[int, int]:
-    """Return the image size, pixels, of a registered model."""
-    height, width = timm.get_pretrained_cfg_value(model_name, 'input_size')[1:]
-    return height, width
 
 
 def mlp_ratio(hidden_dim: int, embed_dim: int) -> float:
@@ -98,26 +87,20 @@ def mlp_ratio(hidden_dim: int, embed_dim: int) -> float:
 
 
 def _check_phase1(state_dict: Mapping[str, torch.Tensor]) -> None:
+    if not any('.attn.conv.' in name for name in state_dict):
+        kinds = {'.rel_pos.zero_key_bias': 'a phase-2 checkpoint, which is converted already',
+                 '.attn.qkv.': 'a Vision Transformer such as ViT or DeiT', 'layer1.': 'a ResNet'}
+        found = [kind for part, kind in kinds.items() if any(part in name for name in state_dict)]
+        kind = [*found, f'none of ours; it starts with {", ".join(list(state_dict)[:3])}'][0]
+        raise CheckpointError(f'not a phase-1 checkpoint (cmhsa_conv_*): it looks like {kind}.')
     needed = {'blocks.0.attn.conv.weight': 4, 'blocks.0.mlp.fc1.weight': 2, 'blocks.0.norm1.weight': 1}
     missing = [name for name in needed if name not in state_dict]
-    if missing and any('.attn.conv.' in name for name in state_dict):
-        raise CheckpointError(f'the phase-1 checkpoint has missing keys: {", ".join(missing)}.')
     if missing:
-        raise CheckpointError(f'not a phase-1 checkpoint (cmhsa_conv_*): it looks like {_guess_model(state_dict)}.')
+        raise CheckpointError(f'the phase-1 checkpoint has missing keys: {", ".join(missing)}.')
     for name, ndim in {**needed, 'head.weight': 2}.items():
         tensor = state_dict.get(name)
         if tensor is not None and (tensor.ndim != ndim or not tensor.numel()):
             raise CheckpointError(f'{name} has shape {tuple(tensor.shape)}, where {ndim} dimensions were expected.')
-
-
-def _guess_model(state_dict: Mapping[str, torch.Tensor]) -> str:
-    if any('.rel_pos.zero_key_bias' in name for name in state_dict):
-        return 'a phase-2 checkpoint, which is converted already'
-    if any('.attn.qkv.' in name for name in state_dict):
-        return 'a Vision Transformer such as ViT or DeiT'
-    if any(name.startswith('layer1.') for name in state_dict):
-        return 'a ResNet'
-    return f'none of ours; it starts with {", ".join(list(state_dict)[:3])}'
 
 
 def _check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:

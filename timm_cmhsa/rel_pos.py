@@ -59,7 +59,7 @@ class RelPos(nn.Module):
             nn.init.zeros_(self.zero_key_bias)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        """Change the grid. An offset means the same at any grid size, so its bias is kept."""
+        """Change the grid. An offset means the same at any grid size, so it keeps its bias."""
         self.grid_size = grid_size
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -126,10 +126,8 @@ class OffsetRelPos(RelPos):
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
         """Make a head attend to one offset, or to the zero key where that offset is outside the image.
 
-        Args:
-            head: Number of the head.
-            offsets: The offset, and with circular padding all that lead to the same patch around the image.
-            sharpness: How much larger the bias of the offset is than that of all others; the zero key's lies between.
+        The bias of the offset (with circular padding, of all offsets that lead to the same patch around the image) is
+        larger by the sharpness than that of all others; the zero key's lies between.
         """
         raise NotImplementedError
 
@@ -142,7 +140,6 @@ class RelPosTable(OffsetRelPos):
     name = 'table'
 
     def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        """See `create_rel_pos`."""
         super().__init__(grid_size, num_heads, dd['device'])
         num_offsets = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1)
         self.relative_position_bias_table = nn.Parameter(torch.empty(num_offsets, num_heads, **dd))
@@ -180,7 +177,6 @@ class QuadraticRelPos(OffsetRelPos):
     name = 'quadratic'
 
     def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        """See `create_rel_pos`."""
         super().__init__(grid_size, num_heads, dd['device'])
         self.center = nn.Parameter(torch.empty(num_heads, 2, **dd))
         self.inv_std = nn.Parameter(torch.empty(num_heads, *self.unit_inv_std().shape, **dd))
@@ -188,7 +184,7 @@ class QuadraticRelPos(OffsetRelPos):
         self.reset_parameters()
 
     def unit_inv_std(self) -> torch.Tensor:
-        """Return the inverse standard deviation of a Gaussian that is one patch wide."""
+        """Return the `inv_std` of a Gaussian that is one patch wide."""
         return torch.ones((), device='cpu')
 
     @torch.no_grad()
@@ -208,11 +204,10 @@ class QuadraticRelPos(OffsetRelPos):
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
-        """See `OffsetRelPos.point_head`. The offset has bias 0, its neighbours -sharpness (Lemma 2)."""
-        if len(offsets) != 1:
-            raise ValueError(f'A head has one centre, not {len(offsets)}.')
+        """See `OffsetRelPos.point_head`. The only offset has bias 0, its neighbours -sharpness (Lemma 2)."""
         assert self.zero_key_bias is not None
-        self.center[head] = torch.tensor(offsets[0], device='cpu').to(self.center)
+        offset, = offsets
+        self.center[head] = torch.tensor(offset, device='cpu').to(self.center)
         self.inv_std[head] = self.unit_inv_std() * math.sqrt(2 * sharpness)
         self.zero_key_bias[head] = -sharpness / 2
 
@@ -246,7 +241,6 @@ class LearnedRelPos(OffsetRelPos):
     name = 'learned'
 
     def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        """See `create_rel_pos`."""
         super().__init__(grid_size, num_heads, dd['device'])
         self.row_embed = nn.Parameter(torch.empty(2 * grid_size[0] - 1, head_dim // 2, **dd))
         self.col_embed = nn.Parameter(torch.empty(2 * grid_size[1] - 1, head_dim - head_dim // 2, **dd))
@@ -282,7 +276,6 @@ class LearnedContentRelPos(RelPos):
     depends_on_queries = True
 
     def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        """See `create_rel_pos`."""
         super().__init__(grid_size, num_heads)
         self.row_embed = nn.Parameter(torch.empty(2 * grid_size[0] - 1, head_dim // 2, **dd))
         self.col_embed = nn.Parameter(torch.empty(2 * grid_size[1] - 1, head_dim - head_dim // 2, **dd))
@@ -355,15 +348,9 @@ def join_names(names: Iterable[str]) -> str:
 
 
 def resize_bias_table(table: torch.Tensor, grid_size: Tuple[int, int], new_grid_size: Tuple[int, int]) -> torch.Tensor:
-    """Pad a bias table with zeros, or crop it, for another grid. Interpolation would smear its one-hot entries.
+    """Pad a bias table with zeros, or crop it: ((2h - 1) * (2w - 1), num_heads) to ((2h' - 1) * (2w' - 1), num_heads).
 
-    Args:
-        table: Shape ((2h - 1) * (2w - 1), num_heads), offsets row by row.
-        grid_size: Patches per image side, (h, w), that the table is for.
-        new_grid_size: Patches per image side, (h', w'), to resize it to.
-
-    Returns:
-        Table of shape ((2h' - 1) * (2w' - 1), num_heads).
+    Interpolation would smear its one-hot entries.
     """
     table_2d = table.reshape(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, -1)
     grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))

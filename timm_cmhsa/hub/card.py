@@ -11,19 +11,17 @@ from ..files import CheckpointError
 from ..pixel import PixelAttn
 from ..version import __version__
 
-PAPERS = {
-    CmhsaConv: '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)',
-    CmhsaAttn: '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)',
-    PixelAttn: '[On the Relationship between Self-Attention and Convolutional Layers](https://arxiv.org/abs/1911.03584)',
-}
+LI_LINK = '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)'
+CORDONNIER_LINK = (
+    '[On the Relationship between Self-Attention and Convolutional Layers](https://arxiv.org/abs/1911.03584)')
 DESCRIPTIONS = {
-    CmhsaConv: 'The first phase of {paper}: a Vision Transformer on raw image patches whose attention is replaced by a '
-               'convolution over the whole image. timm_cmhsa can rewrite it, exactly, as self-attention.',
-    CmhsaAttn: 'The second phase of {paper}: a Vision Transformer on raw image patches with multi-head self-attention, '
-               'relative position bias and a zero key, which can express a convolution exactly, at the image borders '
-               'too.',
-    PixelAttn: 'A Vision Transformer on single pixels, or small patches of them, after {paper}: every head is as wide '
-               'as the output and attends by relative position.',
+    CmhsaConv: f'The first phase of {LI_LINK}: a Vision Transformer on raw image patches whose attention is replaced '
+               'by a convolution over the whole image. timm_cmhsa can rewrite it, exactly, as self-attention.',
+    CmhsaAttn: f'The second phase of {LI_LINK}: a Vision Transformer on raw image patches with multi-head '
+               'self-attention, relative position bias and a zero key, which can express a convolution exactly, at the '
+               'image borders too.',
+    PixelAttn: f'A Vision Transformer on single pixels, or small patches of them, after {CORDONNIER_LINK}: every head '
+               'is as wide as the output and attends by relative position.',
 }
 USAGE = '''
 Loading needs the package timm_cmhsa: its import makes the architecture known to timm.
@@ -53,7 +51,6 @@ CORDONNIER = '''@inproceedings{cordonnier2020relationship,
   booktitle={International Conference on Learning Representations},
   year={2020}
 }'''
-CITATIONS = {CmhsaConv: LI, CmhsaAttn: LI, PixelAttn: CORDONNIER}
 
 
 def model_card(
@@ -68,27 +65,22 @@ def model_card(
 ) -> str:
     """Return the text of README.md: metadata that the Hub reads, then what people read.
 
-    Args:
-        model: The model; its weights are not looked at.
-        repo_id: `USER/NAME` on the Hub.
-        license: Identifier that the Hub knows, such as apache-2.0.
-        data_config: Preprocessing, as timm resolves it.
-        datasets: The training data's names on the Hub, such as uoft-cs/cifar100.
-        base_model: Model on the Hub that this one was made from.
-        results: Accuracies in percent by name, such as Top-1.
-        details: How it was made, by heading.
+    Arguments are those of `save_for_hub`, and the preprocessing as timm resolves it.
     """
     results = check_results(results or {})
     classifies = model.num_classes > 0
-    kind = next(cls for cls in PAPERS if isinstance(model, cls))
+    by_pixel = isinstance(model, PixelAttn)
     task = 'image-classification' if classifies else 'image-feature-extraction'
     content = generate_readme(
         {
-            'description': DESCRIPTIONS[kind].format(paper=PAPERS[kind]),
+            'description': next(text for cls, text in DESCRIPTIONS.items() if isinstance(model, cls)),
             'details': {
                 **_model_details(model, data_config),
                 **(details or {}),
-                **_closing_details(datasets, results, PAPERS[kind]),
+                **({'Dataset': list(datasets)} if datasets else {}),
+                **({'Evaluation': {name: f'{value:g} %' for name, value in results.items()}} if results else {}),
+                'Papers': CORDONNIER_LINK if by_pixel else LI_LINK,
+                'Made With': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
             },
             'usage': USAGE.format(
                 repo_id=repo_id,
@@ -96,7 +88,7 @@ def model_card(
                 output='probabilities' if classifies else 'features',
                 function='.softmax(dim=-1)' if classifies else '',
             ),
-            'citation': CITATIONS[kind],
+            'citation': CORDONNIER if by_pixel else LI,
         },
         model_name=repo_id.split('/')[-1],
     )
@@ -146,15 +138,6 @@ def _token_mixer(model: Cmhsa) -> str:
     return f'self-attention, {heads} heads of {head_dim}{encoding}'
 
 
-def _closing_details(datasets: Sequence[str], results: Mapping[str, float], paper: str) -> Dict[str, Any]:
-    closing: Dict[str, Any] = {'Dataset': list(datasets)} if datasets else {}
-    if results:
-        closing['Evaluation'] = {name: f'{value:g} %' for name, value in results.items()}
-    closing['Papers'] = paper
-    closing['Made With'] = f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}'
-    return closing
-
-
 def _eval_results(task: str, datasets: Sequence[str], results: Mapping[str, float]) -> List[EvalResult]:
     dataset = datasets[0] if datasets else 'imagefolder'
     return [
@@ -165,17 +148,12 @@ def _eval_results(task: str, datasets: Sequence[str], results: Mapping[str, floa
 
 
 def check_results(results: Mapping[str, Any]) -> Dict[str, float]:
-    """Return accuracies as plain numbers.
-
-    Raises:
-        CheckpointError: If one is no percentage.
-    """
-    checked = {}
+    """Return accuracies as plain numbers, or refuse what is no percentage."""
     for name, value in results.items():
         try:
-            checked[str(name)] = float(value)
+            in_range = 0 <= float(value) <= 100
         except (TypeError, ValueError) as e:
             raise CheckpointError(f'the result {name}={value!r} is not a number: give accuracies in percent.') from e
-        if not 0 <= checked[str(name)] <= 100:
+        if not in_range:
             raise CheckpointError(f'the result {name}={value} is not between 0 and 100: give accuracies in percent.')
-    return checked
+    return {str(name): float(value) for name, value in results.items()}

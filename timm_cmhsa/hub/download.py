@@ -13,17 +13,7 @@ PREFIXES = ('hf-hub:', 'hf_hub:')
 
 
 def download(source: str) -> Path:
-    """Fetch a model of the Hub.
-
-    Args:
-        source: `hf-hub:USER/NAME` or `hf-hub:USER/NAME@revision`.
-
-    Returns:
-        Folder that holds its config.json and its weights.
-
-    Raises:
-        HubError: If it cannot be had.
-    """
+    """Fetch a model of the Hub, `hf-hub:USER/NAME[@REVISION]`; return the folder of its config.json and weights."""
     repo_id, _, revision = source[len(PREFIXES[0]):].partition('@')
     if repo_id.count('/') != 1:
         raise HubError(f'{source} is not the name of a model on the Hub: expected hf-hub:USER/NAME.')

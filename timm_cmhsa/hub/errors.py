@@ -32,11 +32,7 @@ def find_token() -> Optional[str]:
 def hub_errors(repo_id: str, right: str) -> Iterator[None]:
     """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into a `HubError`.
 
-    To be used around calls of huggingface_hub alone.
-
-    Args:
-        repo_id: Repository that is worked on.
-        right: What it takes, to read or to write.
+    To be used around calls of huggingface_hub alone, which need the right to read or to write the repository.
     """
     try:
         yield

@@ -71,13 +71,12 @@ def save_for_hub(
         labels = {'label_names': check_label_names(label_names, model.num_classes)}
     elif len(source.get('label_names') or ()) == model.num_classes:  # otherwise they are of an earlier head
         labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
-    license = license or source.get('license') or 'apache-2.0'
-    config = _pretrained_cfg(model, license)
+    config = _pretrained_cfg(model, license or source.get('license') or 'apache-2.0')
     base_model = base_model or source.get('hf_hub_id')
     card = model_card(
         model,
         repo_id,
-        license=license,
+        license=config['license'],
         data_config=resolve_data_config(pretrained_cfg=config),
         datasets=check_names('datasets', datasets),
         base_model=None if base_model == repo_id else base_model,
@@ -119,11 +118,7 @@ def _pretrained_cfg(model: Cmhsa, license: str) -> Dict[str, Any]:
 
 @torch.no_grad()
 def _check_loads_alike(model: Cmhsa, folder: Path) -> None:
-    """Refuse a model that timm loads from the folder as another one.
-
-    Raises:
-        CheckpointError: If it cannot be loaded, or has other outputs.
-    """
+    """Refuse a model that timm cannot load from the folder, or loads as one with other outputs."""
     like = next(model.parameters())
     advice = 'change a model by reset_classifier, set_input_size or an argument of timm.create_model only.'
     try:
@@ -140,6 +135,7 @@ def _check_loads_alike(model: Cmhsa, folder: Path) -> None:
 
 
 def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]:
+    """Return the names of all classes as a list, or refuse them."""
     names = check_names('label_names', label_names)
     if len(names) != num_classes:
         raise CheckpointError(f'{len(names)} label names were given for {num_classes} classes.')
@@ -150,6 +146,7 @@ def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]
 
 
 def check_names(argument: str, names: Sequence[str]) -> List[str]:
+    """Return names as a list, or refuse what is none."""
     if isinstance(names, (str, Mapping)):
         raise CheckpointError(f'{argument}={names!r} is a {type(names).__name__}: give a list of names.')
     return [str(name) for name in names]
@@ -202,9 +199,10 @@ def check_push(repo_id: str, revision: Optional[str], create_pr: bool, commit_me
     """Refuse what could not be pushed, before any work is done."""
     try:
         validate_repo_id(repo_id)
-    except HFValidationError as e:
-        raise CheckpointError(f'{repo_id!r} is not the name of a repository: {e}') from e
-    if repo_id.count('/') != 1:
+        valid = repo_id.count('/') == 1
+    except HFValidationError:
+        valid = False
+    if not valid:
         raise CheckpointError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.')
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
         raise CheckpointError(f'a pull request is always to the main branch: leave out the revision {revision}.')
@@ -293,7 +291,7 @@ def push_folder_to_hub(
     if readme is not None and (folder / 'README.md').is_file() and readme != (folder / 'README.md').read_bytes():
         _logger.warning(
             f'{repo_id} has another README.md, which is left as it is and may speak of an earlier model: '
-            'overwrite_readme=True replaces it.')
+            'overwrite_readme replaces it.')
     return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
 
 
@@ -307,11 +305,7 @@ def _is_weights(name: str) -> bool:
 
 
 def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]) -> None:
-    """Refuse to replace another model, of another architecture or number of classes.
-
-    Raises:
-        HubError: If the Hub has another model.
-    """
+    """Refuse to replace another model, of another architecture or number of classes."""
     if 'config.json' not in names and not any(_is_weights(name) for name in names):
         return
     ours = _architecture_and_classes((folder / 'config.json').read_bytes())
@@ -323,6 +317,7 @@ def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]
 
 
 def _architecture_and_classes(config: bytes) -> Any:
+    """Return what a config.json tells of a model, None if it is no configuration of timm's."""
     try:
         content = json.loads(config)
         return content['architecture'], content['num_classes']
