@@ -31,7 +31,8 @@ def create(name: str, grid: int) -> nn.Sequential:
 
 def create_ours(name: str, grid: int, absorb: bool = False, chunk_size: Optional[int] = None) -> nn.Sequential:
     layer = create(name, grid)
-    layer[0].absorb, layer[0].chunk_size = absorb, chunk_size
+    attn: Any = layer[0]
+    attn.absorb, attn.chunk_size = absorb, chunk_size
     return layer
 
 
