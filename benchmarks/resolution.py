@@ -1,95 +1,132 @@
 """Time and memory of one attention layer of width 768 as the grid grows: python benchmarks/resolution.py
 
-Ours beside that of timm's vit_relpos_base_patch16_224, for one image: a training step (forward and backward) and
-inference, each in a process of its own. Linux only.
+Ours beside that of timm's vit_relpos_base_patch16_224: a training step (forward and backward) and inference. Linux
+only.
 """
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
-from typing import Callable, Dict
+import traceback
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional
 
 import timm
 import torch
-from speed import hardware, peak_bytes, reset_peak
+from speed import PHASES, about, measure_apart, peak_bytes, reset_peak
 from timm.utils import reparameterize_model
 from torch import nn
 
 import timm_cmhsa  # noqa: F401
 
 BASELINE = 'vit_relpos_base_patch16_224'
-LAYERS: Dict[str, Callable[[int], nn.Module]] = {
-    BASELINE: lambda grid: create(BASELINE, grid),
-    'cmhsa_attn': lambda grid: create('cmhsa_attn', grid),
-    'cmhsa_attn, folded': lambda grid: reparameterize_model(create('cmhsa_attn', grid)),
-    'cmhsa_attn_16x96': lambda grid: create('cmhsa_attn_16x96', grid),
-}
+CHUNK_SIZE = 512
 
 
-def create(name: str, grid: int) -> nn.Module:
-    """A model's only block's attention, in a module that `reparameterize_model` can replace it in."""
+def create(name: str, grid: int) -> nn.Sequential:
+    """Create a model's only block's attention, in a module that `reparameterize_model` can replace it in."""
     model = timm.create_model(name, img_size=16 * grid, depth=1)
     return nn.Sequential(model.blocks[0].attn)
+
+
+def create_ours(name: str, grid: int, absorb: bool = False, chunk_size: Optional[int] = None) -> nn.Sequential:
+    layer = create(name, grid)
+    attn: Any = layer[0]
+    attn.absorb, attn.chunk_size = absorb, chunk_size
+    return layer
+
+
+LAYERS: Dict[str, Callable[[int], nn.Module]] = {
+    BASELINE: lambda grid: create(BASELINE, grid),
+    'cmhsa_attn, as in the paper': lambda grid: create_ours('cmhsa_attn', grid),
+    'cmhsa_attn, absorbed': lambda grid: create_ours('cmhsa_attn', grid, absorb=True),
+    'cmhsa_attn_16x96': lambda grid: create_ours('cmhsa_attn_16x96', grid),
+    f'cmhsa_attn_16x96, {CHUNK_SIZE} queries at a time': lambda grid: create_ours(
+        'cmhsa_attn_16x96', grid, chunk_size=CHUNK_SIZE),
+}
 
 
 def main() -> None:
     args = parse_args()
     if args.measure:
         layer, grid, phase = args.measure
-        print(json.dumps(measure(layer, int(grid), phase, args)))
+        print(json.dumps(measure(layer, grid, phase, args)))
         return
-    print(f'{hardware(args.device)}, float32; torch {torch.__version__}, timm {timm.__version__}\n')
-    print('| grid | layer | training, ms | | training, MiB | | inference, ms | | inference, MiB | |')
-    print('|---|---|---:|---:|---:|---:|---:|---:|---:|---:|')
-    for grid in args.grids:
-        base: Dict[str, float] = {}
+    options = f"--device {args.device} --batch-size {args.batch_size}{' --amp' if args.amp else ''}"
+    results: Dict[str, Any] = {'about': about(f'python benchmarks/resolution.py {options}', args), 'measured': {}}
+    failed = []
+    for grid in map(str, args.grids):
         for layer in LAYERS:
-            cells = []
-            for phase in ('training', 'inference'):
-                if phase == 'training' and layer.endswith(', folded'):
-                    cells += ['-'] * 4
-                    continue
-                command = [sys.executable, __file__, *sys.argv[1:], '--measure', layer, str(grid), phase]
-                result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                measured = json.loads(result.stdout.splitlines()[-1])
-                for key, value in measured.items():
-                    ratio = value / base.setdefault(phase + key, value)
-                    cells += [f'{value:.0f}', f'{ratio:.2f}x']
-            print(f"| {grid} x {grid} | {layer} | {' | '.join(cells)} |", flush=True)
+            measured = results['measured'].setdefault(grid, {}).setdefault(layer, {})
+            for phase in PHASES:
+                try:
+                    measured[phase] = measure_apart(measure, layer, grid, phase, args=args)
+                except Exception:
+                    traceback.print_exc()
+                    failed.append(f'{phase} of {layer}, {grid} x {grid}')
+            print(f'{grid} x {grid}, {layer}: {measured}', flush=True)
+            if args.output:
+                args.output.write_text(json.dumps(results, indent=1))
+    print(table(results))
+    if failed:
+        raise SystemExit(f'Failed, see above: {", ".join(failed)}')
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='default: %(default)s')
+    add('--batch-size', type=int, default=1, help='images (default: %(default)s)')
+    add('--amp', action='store_true', help='autocast to bfloat16')
     add('--grids', type=int, nargs='+', default=[14, 28, 42, 64], help='patches per side (default: %(default)s)')
     add('--repeats', type=int, default=3, help='default: %(default)s')
+    add('--output', type=Path, metavar='FILE', help='JSON to write, layer by layer')
     add('--measure', nargs=3, metavar=('LAYER', 'GRID', 'PHASE'), help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if min(args.repeats, *args.grids) < 1:
-        parser.error('--grids and --repeats must be positive')
+    if min(args.batch_size, args.repeats, *args.grids) < 1:
+        parser.error('--batch-size, --grids and --repeats must be positive')
     return args
 
 
-def measure(layer: str, grid: int, phase: str, args: argparse.Namespace) -> Dict[str, float]:
+def measure(layer: str, grid: str, phase: str, args: argparse.Namespace) -> Dict[str, float]:
     training = phase == 'training'
-    x = torch.randn(1, grid * grid, 768, device=args.device, requires_grad=training)
+    x = torch.randn(args.batch_size, int(grid) ** 2, 768, device=args.device, requires_grad=training)
     before = reset_peak(args.device)
-    attn = LAYERS[layer](grid).to(args.device).train(training)
+    with torch.device(args.device):
+        attn = LAYERS[layer](int(grid)).train(training)
+    if not training:
+        attn = reparameterize_model(attn.eval(), inplace=True)
     reset_peak(args.device)
     seconds = []
     for _ in range(args.repeats + 1):  # the first warms up
         start = time.perf_counter()
-        with torch.inference_mode(not training):
+        with torch.inference_mode(not training), torch.autocast(x.device.type, torch.bfloat16, enabled=args.amp):
             y = attn(x)
-            if training:
-                y.sum().backward()
+        if training:
+            y.sum().backward()
         if args.device != 'cpu':
             torch.accelerator.synchronize()
         seconds.append(time.perf_counter() - start)
     return {'ms': 1e3 * statistics.median(seconds[1:]), 'MiB': (peak_bytes(args.device) - before) / 2 ** 20}
+
+
+def table(results: Dict[str, Any]) -> str:
+    """Return time and memory, and their ratios to the baseline."""
+    made = results['about']
+    lines = [f"`{made['command']}`: {made['hardware']}; torch {made['torch']}, timm {made['timm']}.\n",
+             '| grid | layer | training, ms | | training, MiB | | inference, ms | | inference, MiB | |',
+             '|---|---|---:|---:|---:|---:|---:|---:|---:|---:|']
+    for grid, layers in results['measured'].items():
+        for layer, measured in layers.items():
+            cells = []
+            for phase in PHASES:
+                base = layers[BASELINE].get(phase, {})
+                for key in ('ms', 'MiB'):
+                    value = measured.get(phase, {}).get(key)
+                    cells.append('-' if value is None else f'{value:.0f}' if value >= 10 else f'{value:.2f}')
+                    cells.append(f'{value / base[key]:.2f}x' if value and base else '-')
+            lines.append(f"| {grid} x {grid} | {layer} | {' | '.join(cells)} |")
+    return '\n'.join(lines) + '\n'
 
 
 if __name__ == '__main__':

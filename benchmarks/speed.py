@@ -1,21 +1,22 @@
 """Time, memory and FLOP/s of our models beside timm's: python benchmarks/speed.py
 
-A training step (forward, backward, AdamW) and an inference batch of every model and form, each in a process of its
-own, in rounds, so that a drift of the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round
-(stopped, it goes on from there), and the tables of all that is in that folder into benchmarks/RESULTS.md. Linux only: a
-CPU's peak memory is what the operating system says. `--profile MODEL` shows the operators of a training step.
+A training step (forward, backward, AdamW) and an inference batch of every model and form, in rounds, so that a drift of
+the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round (stopped, it goes on from there), and
+the tables of all that is in that folder into benchmarks/RESULTS.md. Linux only: a CPU's peak memory is what the
+operating system says. `--profile MODEL` shows the operators of a training step.
 """
 import argparse
 import gc
 import json
 import platform
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
-from functools import partial
+import traceback
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
@@ -24,6 +25,8 @@ import torch
 from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.collect_env import get_nvidia_driver_version
+from torch.utils.collect_env import run as run_command
 from torch.utils.flop_counter import FlopCounterMode
 
 import timm_cmhsa
@@ -32,21 +35,18 @@ sys.path.insert(0, str(Path(__file__).parents[1] / 'examples'))
 from timing import training_step
 
 HERE = Path(__file__).parent
+FOLDER = HERE / 'speed'
 BASELINE = 'deit_base_patch16_224'
 START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: end -->\n'
 PHASES = ('training', 'inference')
 
 
-def unfolded(name: str) -> nn.Module:
-    """Tokens projected to queries, keys and values, as in the paper, whatever the shapes."""
+def as_in_the_paper(name: str) -> nn.Module:
+    """Create a model that projects tokens to queries, keys and values, whatever the shapes."""
     model = timm.create_model(name)
     for block in model.blocks:
-        block.attn.folding_pays = lambda x: False
+        block.attn.absorb = False
     return model
-
-
-def folded(name: str) -> nn.Module:
-    return reparameterize_model(timm.create_model(name), inplace=True)
 
 
 def create(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
@@ -60,20 +60,19 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     'resnet50': create('resnet50'),
     'cmhsa_conv_k3': create('cmhsa_conv_k3'),
     'cmhsa_conv_k5': create('cmhsa_conv_k5'),
-    'cmhsa_attn, unfolded': partial(unfolded, 'cmhsa_attn'),
-    'cmhsa_attn': create('cmhsa_attn'),
-    'cmhsa_attn, folded': partial(folded, 'cmhsa_attn'),
+    'cmhsa_attn, as in the paper': partial(as_in_the_paper, 'cmhsa_attn'),
+    'cmhsa_attn, absorbed': create('cmhsa_attn'),
     'cmhsa_attn_16x96': create('cmhsa_attn_16x96'),
-    'cmhsa_attn_22x96': create('cmhsa_attn_22x96'),
+    'cmhsa_attn, 22 heads of 96': create('cmhsa_attn', num_heads=22, head_dim=96),
     'cmhsa_attn, 20 heads of 64': create('cmhsa_attn', num_heads=20, head_dim=64),
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length
-    'two phases, k3, 9 x 768': ('cmhsa_conv_k3', 'cmhsa_attn'),
-    'two phases, k5, 9 x 768': ('cmhsa_conv_k5', 'cmhsa_attn'),
+    'two phases, k3, 9 x 768': ('cmhsa_conv_k3', 'cmhsa_attn, absorbed'),
+    'two phases, k5, 9 x 768': ('cmhsa_conv_k5', 'cmhsa_attn, absorbed'),
     'two phases, k3, 16 x 96': ('cmhsa_conv_k3', 'cmhsa_attn_16x96'),
     'two phases, k5, 16 x 96': ('cmhsa_conv_k5', 'cmhsa_attn_16x96'),
-    'two phases, k5, 22 x 96': ('cmhsa_conv_k5', 'cmhsa_attn_22x96'),
+    'two phases, k5, 22 x 96': ('cmhsa_conv_k5', 'cmhsa_attn, 22 heads of 96'),
 }
 
 
@@ -84,27 +83,35 @@ def main() -> None:
         print(json.dumps(measure(title, phase, args)))
         return
     if args.profile:
-        print(profile(args.profile, args))
+        for title in args.profile:
+            print(f'{title}:\n{profile(title, args)}', flush=True)
         return
-    path = HERE / 'speed' / f'{setting(args)}.json'
-    results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
-    if results['about'] != about(args):
+    path = args.folder / f'{setting(args)}.json'
+    results = json.loads(path.read_text()) if path.exists() else {'about': about(command(args), args), 'measured': {}}
+    if results['about'] != about(command(args), args):
         raise SystemExit(f'{path} is of another machine, other versions or other options: move it away first.')
+    failed = []
     for number in range(args.rounds):
         for phase in PHASES:
             for model in args.models[::(-1) ** number]:  # there and back, against a steady drift
-                if phase == 'training' and model.endswith(', folded'):
-                    continue
                 measured = results['measured'].setdefault(model, {}).setdefault(phase, [])
                 if len(measured) > number:
                     continue
-                measured.append(measure_in_process(model, phase))
+                try:
+                    measured.append(measure_apart(measure, model, phase, args=args))
+                except Exception:
+                    traceback.print_exc()
+                    failed.append(f'{phase} of {model}')
+                    continue
                 seconds = statistics.median(measured[-1]['seconds'])
                 print(f'round {number + 1}, {phase}, {model}: {1e3 * seconds:.0f} ms', flush=True)
                 path.parent.mkdir(exist_ok=True)
                 path.write_text(json.dumps(results, indent=1))
     print(table(results))
-    update_results(HERE / 'RESULTS.md')
+    if args.folder == FOLDER:
+        update_results(HERE / 'RESULTS.md')
+    if failed:
+        raise SystemExit(f'Failed, see above: {", ".join(failed)}')
 
 
 def parse_args() -> argparse.Namespace:
@@ -117,7 +124,8 @@ def parse_args() -> argparse.Namespace:
     add('--amp', action='store_true', help='autocast to bfloat16')
     add('--compile', action='store_true', help='torch.compile')
     add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {NAMES}')
-    add('--profile', choices=MODELS, metavar='MODEL', help='show the operators of a training step instead')
+    add('--folder', type=Path, default=FOLDER, help='of the JSON; any other one leaves RESULTS.md as it is')
+    add('--profile', choices=MODELS, nargs='+', metavar='MODEL', help='show the operators of a training step instead')
     add('--measure', nargs=2, metavar=('MODEL', 'PHASE'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     cpu = args.device == 'cpu'
@@ -135,41 +143,50 @@ def setting(args: argparse.Namespace) -> str:
     return f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
 
 
-def about(args: argparse.Namespace) -> Dict[str, Any]:
-    """What the figures hold for."""
+def command(args: argparse.Namespace) -> str:
+    options = f'--device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
+    return f"python benchmarks/speed.py {options}{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}"
+
+
+def about(command: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Return what the figures hold for."""
+    git = ['git', 'log', '-1', '--format=%h', '--', str(HERE.parent / 'timm_cmhsa')]
+    commit = subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip() if shutil.which('git') else ''
     return dict(
-        command=f'python benchmarks/speed.py --device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
-                f"{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}",
-        commit=subprocess.run(
-            ['git', 'log', '-1', '--format=%h', '--', HERE.parent / 'timm_cmhsa'],
-            capture_output=True, text=True, cwd=HERE).stdout.strip(),
-        hardware=hardware(args.device), python=platform.python_version(), torch=str(torch.__version__),
-        timm=timm.__version__, timm_cmhsa=timm_cmhsa.__version__)
+        command=command, commit=commit, hardware=hardware(args.device), python=platform.python_version(),
+        torch=str(torch.__version__), timm=timm.__version__, timm_cmhsa=timm_cmhsa.__version__)
 
 
 def hardware(device: str) -> str:
     if device != 'cpu':
-        return torch.cuda.get_device_name(device)
+        return (f'{torch.cuda.get_device_name(device)}, driver {get_nvidia_driver_version(run_command)}, '
+                f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
     cpuinfo = Path('/proc/cpuinfo')
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     name = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
     return f'{name or platform.machine()}, {torch.get_num_threads()} threads'
 
 
-def measure_in_process(model: str, phase: str) -> Dict[str, Any]:
-    command = [sys.executable, __file__, *sys.argv[1:], '--measure', model, phase]
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if result.returncode:
-        raise SystemExit(f'{phase} of {model} failed: see above.')
+def measure_apart(measure: Callable[..., Dict[str, Any]], *what: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Measure so that nothing is left of other measurements: on a CPU in a new process of the running script.
+
+    A GPU's allocator tells peaks apart, and there, starting a process would take longer than to measure.
+    """
+    if args.device != 'cpu':
+        torch.compiler.reset()
+        return measure(*what, args)
+    command = [sys.executable, *sys.argv, '--measure', *what]
+    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(result.stdout.splitlines()[-1])
 
 
 def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
-    """Seconds of every timed step, peak memory beyond what was there before the model, and operations."""
+    """Return seconds of every timed step, peak memory beyond what was there before the model, and operations."""
     cpu = args.device == 'cpu'
     images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
     before = reset_peak(args.device)
-    model = MODELS[title]().to(args.device).train(phase == 'training')
+    with torch.device(args.device):
+        model = create_for(title, phase)
     if args.compile:
         model.compile()
     step = training_step(model, images, args.amp) if phase == 'training' else inference_step(model, images, args.amp)
@@ -185,8 +202,13 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
     return dict(seconds=seconds, peak_bytes=peak, operations=operations(title, phase, args.batch_size))
 
 
+def create_for(title: str, phase: str) -> nn.Module:
+    model = MODELS[title]()
+    return model.train() if phase == 'training' else reparameterize_model(model.eval(), inplace=True)
+
+
 def profile(title: str, args: argparse.Namespace) -> str:
-    """Share of every operator in the time of a training step, the largest first."""
+    """Return the share of every operator in the time of a training step, the largest first."""
     images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
     step = training_step(MODELS[title]().to(args.device).train(), images, args.amp)
     step()
@@ -199,9 +221,12 @@ def profile(title: str, args: argparse.Namespace) -> str:
 
 
 def reset_peak(device: str) -> int:
-    """Forget the peak of memory so far; returns the bytes in use now."""
+    """Forget the peak of memory so far and return the bytes in use now."""
     gc.collect()
     if device != 'cpu':
+        # The first matrix products of a process allocate workspaces, which stay.
+        nn.Linear(8, 8, device=device)(torch.ones(8, 8, device=device)).sum().backward()
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
     Path('/proc/self/clear_refs').write_text('5')
@@ -218,19 +243,19 @@ def peak_bytes(device: str) -> int:
 def inference_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callable[[], None]:
     @torch.inference_mode()
     def step() -> None:
-        context: Any = torch.autocast(images.device.type, dtype=torch.bfloat16) if amp else nullcontext()
-        with context:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
             model(images)
         if images.device.type != 'cpu':
             torch.accelerator.synchronize()
     return step
 
 
+@lru_cache(maxsize=None)
 def operations(title: str, phase: str, batch_size: int) -> int:
-    """Floating-point operations of the matrix products and convolutions of a step."""
+    """Return the floating-point operations of the matrix products and convolutions of a step."""
     training = phase == 'training'
     with torch.device('meta'):
-        model, images = MODELS[title]().train(training), torch.randn(batch_size, 3, 224, 224)
+        model, images = create_for(title, phase), torch.randn(batch_size, 3, 224, 224)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(training):
         logits = model(images)
         if training:
@@ -239,7 +264,7 @@ def operations(title: str, phase: str, batch_size: int) -> int:
 
 
 def summary(results: Dict[str, Any], model: str, phase: str) -> Optional[Dict[str, Any]]:
-    """Median and range of the seconds, peak memory and operations; None where nothing was measured."""
+    """Return median and range of the seconds, peak memory and operations; None where nothing was measured."""
     measured = results['measured'].get(model, {}).get(phase)
     if not measured:
         return None
@@ -250,7 +275,7 @@ def summary(results: Dict[str, Any], model: str, phase: str) -> Optional[Dict[st
 
 
 def table(results: Dict[str, Any]) -> str:
-    """Medians, their ratios to the baseline, and two phases of equal length."""
+    """Return medians, their ratios to the baseline, and two phases of equal length."""
     made = results['about']
     models = [model for model in MODELS if model in results['measured']]
     lines = [f"`{made['command']}`: {made['hardware']}; Python {made['python']}, torch {made['torch']}, timm "
@@ -280,7 +305,7 @@ def mean_ratio(rows: Dict[str, Dict[str, Any]], models: Any, base: Dict[str, Any
 
 def update_results(path: Path) -> None:
     """Write all tables between the marks of a document."""
-    tables: List[str] = [table(json.loads(file.read_text())) for file in sorted((HERE / 'speed').glob('*.json'))]
+    tables: List[str] = [table(json.loads(file.read_text())) for file in sorted(FOLDER.glob('*.json'))]
     before, _, rest = path.read_text().partition(START)
     _, _, after = rest.partition(END)
     path.write_text(before + START + '\n' + '\n'.join(tables) + END + after)

@@ -1,5 +1,6 @@
 """The benchmarks as a user runs them, on the smallest models and batches."""
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODELS = 'resnet50', 'cmhsa_conv_k3', 'cmhsa_attn, unfolded', 'cmhsa_attn, folded'
+MODELS = 'resnet50', 'cmhsa_conv_k3', 'cmhsa_attn, as in the paper', 'cmhsa_attn, absorbed'
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='peak memory is read from Linux')
 
@@ -35,7 +36,7 @@ def test_speed(run, tmp_path):
     assert first.returncode == 0, first.stderr
     assert first.stdout.count('round 1, ') == 4
     again = run('speed.py', *options, '--models', *MODELS)
-    assert again.stdout.count('round 1, ') == 3, 'goes on from what is there'
+    assert again.stdout.count('round 1, ') == 4, 'goes on from what is there'
 
     measured = json.loads(results.read_text())['measured']
     assert set(measured) == set(MODELS)
@@ -44,12 +45,11 @@ def test_speed(run, tmp_path):
             assert len(rounds) == 1
             assert rounds[0]['seconds'][0] > 0
     assert measured['resnet50']['inference'][0]['operations'] == pytest.approx(8.2e9, rel=0.02)  # 4.1 GMACs
-    unfolded, folded = (measured[f'cmhsa_attn, {form}'] for form in ('unfolded', 'folded'))
-    assert set(folded) == {'inference'}
-    operations = [form['inference'][0]['operations'] for form in (unfolded, folded)]
+    forms = [measured[title] for title in MODELS[2:]]
+    operations = [form['inference'][0]['operations'] for form in forms]
     assert operations[0] == pytest.approx(1.57 * operations[1], rel=0.02)
-    assert unfolded['training'][0]['operations'] == pytest.approx(3 * operations[0], rel=0.02)
-    peaks = [form['inference'][0]['peak_bytes'] for form in (unfolded, folded)]
+    assert forms[0]['training'][0]['operations'] == pytest.approx(3 * operations[0], rel=0.02)
+    peaks = [form['inference'][0]['peak_bytes'] for form in forms]
     assert peaks[0] > peaks[1] > 4 * 94e6, 'its parameters'
     written = document.read_text()
     assert written.startswith(text)
@@ -72,12 +72,46 @@ def test_profile(run):
     assert any('conv' in name for name in shares)
 
 
-def test_resolution(run):
-    result = run('resolution.py', '--grids', '2', '3', '--repeats', '1')
+def test_resolution(run, tmp_path):
+    result = run('resolution.py', '--grids', '2', '3', '--repeats', '1', '--amp', '--output', tmp_path / 'grids.json')
     assert result.returncode == 0, result.stderr
-    rows = [line for line in result.stdout.splitlines() if ' x ' in line]
-    assert len(rows) == 8
+    rows = [line for line in result.stdout.splitlines() if line.startswith('| ') and ' x ' in line]
+    assert len(rows) == 10
     assert rows[0].count('1.00x') == 4
+    measured = json.loads((tmp_path / 'grids.json').read_text())['measured']
+    assert set(measured) == {'2', '3'}
+
+
+def run_gpu(folder, *arguments):
+    command = [sys.executable, '-W', 'ignore', ROOT / 'benchmarks' / 'gpu.py', folder, *arguments]
+    return subprocess.run(command, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, capture_output=True, text=True)
+
+
+def test_gpu_needs_one(tmp_path):
+    result = run_gpu(tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == 'There is no CUDA GPU here.\n'
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_gpu_in_its_quick_form(tmp_path):
+    result = run_gpu(tmp_path, '--quick')
+    assert result.returncode == 0, result.stderr
+    report = (tmp_path / 'report.md').read_text()
+    assert report.count(' | passed | ') == 4
+    assert '| cmhsa_conv_k3 |' in report
+    assert '| 2 x 2 | cmhsa_attn, absorbed |' in report
+    assert 'aten::addmm' in report
+    assert len(list(tmp_path.iterdir())) == 5
+
+
+def test_gpu_goes_on_after_a_part_that_takes_too_long(tmp_path):
+    result = run_gpu(tmp_path, '--quick', '--minutes', '0')
+    assert result.returncode == 1
+    assert result.stderr.startswith('Failed: Tests, Speed, As the grid grows, Operators. See ')
+    parts = json.loads((tmp_path / 'gpu.json').read_text())['parts']
+    assert [part['status'] for part in parts.values()] == ['stopped'] * 4
 
 
 @pytest.mark.parametrize(('arguments', 'message'), [
