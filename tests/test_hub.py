@@ -15,6 +15,7 @@ import safetensors.torch
 import timm
 import torch
 from huggingface_hub import HfApi, ModelCard, metadata_load
+from huggingface_hub.utils import HfHubHTTPError
 from PIL import Image
 from torch import nn
 
@@ -468,6 +469,17 @@ def test_the_token_is_never_printed(path, hub, caplog):
     with pytest.raises(HubError, match=r'error 418: .*made to fail') as error:
         push_to_hub(create(), 'alice/net')
     assert 'hf_alice' not in ''.join(traceback.format_exception(error.value)) + caplog.text
+
+
+def test_the_cause_of_a_failure_is_kept_and_a_bug_shows_as_one(hub, monkeypatch):
+    monkeypatch.setenv('HF_TOKEN', 'hf_mallory')
+    with pytest.raises(HubError) as error:
+        push_to_hub(create(), 'alice/net')
+    assert isinstance(error.value.__cause__, HfHubHTTPError)
+    model = create()
+    model.pretrained_cfg['input_size'] = model.pretrained_cfg['mean'] = None
+    with pytest.raises((TypeError, KeyError)):
+        push_to_hub(model, 'alice/net')
 
 
 @pytest.mark.skipif(

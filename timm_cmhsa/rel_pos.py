@@ -139,8 +139,9 @@ class RelPosTable(OffsetRelPos):
     """
     name = 'table'
 
-    def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        super().__init__(grid_size, num_heads, dd['device'])
+    def __init__(
+            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+        super().__init__(grid_size, num_heads, dd.get('device'))
         num_offsets = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1)
         self.relative_position_bias_table = nn.Parameter(torch.empty(num_offsets, num_heads, **dd))
         self.zero_key_bias = nn.Parameter(torch.empty(num_heads, **dd)) if zero_key else None
@@ -176,8 +177,9 @@ class QuadraticRelPos(OffsetRelPos):
     """
     name = 'quadratic'
 
-    def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        super().__init__(grid_size, num_heads, dd['device'])
+    def __init__(
+            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+        super().__init__(grid_size, num_heads, dd.get('device'))
         self.center = nn.Parameter(torch.empty(num_heads, 2, **dd))
         self.inv_std = nn.Parameter(torch.empty(num_heads, *self.unit_inv_std().shape, **dd))
         self.zero_key_bias = nn.Parameter(torch.empty(num_heads, **dd)) if zero_key else None
@@ -240,8 +242,9 @@ class LearnedRelPos(OffsetRelPos):
     """
     name = 'learned'
 
-    def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
-        super().__init__(grid_size, num_heads, dd['device'])
+    def __init__(
+            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+        super().__init__(grid_size, num_heads, dd.get('device'))
         self.row_embed = nn.Parameter(torch.empty(2 * grid_size[0] - 1, head_dim // 2, **dd))
         self.col_embed = nn.Parameter(torch.empty(2 * grid_size[1] - 1, head_dim - head_dim // 2, **dd))
         self.head_vector = nn.Parameter(torch.empty(num_heads, head_dim, **dd))
@@ -275,7 +278,8 @@ class LearnedContentRelPos(RelPos):
     name = 'learned_content'
     depends_on_queries = True
 
-    def __init__(self, grid_size: Tuple[int, int], num_heads: int, head_dim: int, zero_key: bool, **dd: Any) -> None:
+    def __init__(
+            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
         super().__init__(grid_size, num_heads)
         self.row_embed = nn.Parameter(torch.empty(2 * grid_size[0] - 1, head_dim // 2, **dd))
         self.col_embed = nn.Parameter(torch.empty(2 * grid_size[1] - 1, head_dim - head_dim // 2, **dd))

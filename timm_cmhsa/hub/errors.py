@@ -2,16 +2,12 @@
 import contextlib
 import errno
 import re
+import traceback
 from typing import Iterator, Optional, Sequence
 
 from huggingface_hub import constants, get_token
 from huggingface_hub.errors import HTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import (
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
 
@@ -36,8 +32,10 @@ def hub_errors(repo_id: str, right: str) -> Iterator[None]:
     """
     try:
         yield
-    except (OSError, HTTPError, HFValidationError, RuntimeError) as e:  # hf_xet raises RuntimeError
-        raise HubError(f'{repo_id}: {_explain(e, right)}') from e
+    except (OSError, HTTPError, ValueError, RuntimeError) as e:  # hf_xet raises RuntimeError
+        token = get_token()
+        leaks = token is not None and token in ''.join(traceback.format_exception(e))  # a server may echo it
+        raise HubError(f'{repo_id}: {_explain(e, right)}') from (None if leaks else e)
 
 
 def _explain(error: BaseException, right: str) -> str:
