@@ -1,4 +1,4 @@
-"""Attention on pixels, by four relative position encodings, beside a ResNet-18: python examples/pixel_models.py
+"""Attention on pixels, by four relative position encodings, beside a ResNet-18: python experiments/pixel_models.py
 
 After "On the Relationship between Self-Attention and Convolutional Layers" (arXiv 1911.03584), Tables 1 and 4, scaled
 down to digits of 16 x 16 pixels, 400 of them to train on, and models of a quarter of the width. About 40 minutes on 2
@@ -16,16 +16,17 @@ from typing import Any, Dict, List, NamedTuple
 
 import timm
 import torch
-from digits import DIGIT
-from runs import Run, run_all, split_digits
-from table1 import spread
-from timing import training_times
-from two_phase import BATCH_SIZE, Stage, evaluate, train, write_whole
+from common.data import DIGIT, split_digits
+from common.options import make_parser, positive_float, positive_int
+from common.report import markdown_table, spread, write_whole
+from common.runs import CPU, Result, Run, best_rates, run_all, top1
+from common.timing import step_seconds
+from common.training import BATCH_SIZE, Stage, evaluate, num_params, train
+from torch import nn
 
 from timm_cmhsa import attention_maps, head_statistics, prune_degenerate_heads
 from timm_cmhsa.analysis import HeadStatistics
-from timm_cmhsa.plot_cli import in_order_of_training
-from timm_cmhsa.plots import plot_attention
+from timm_cmhsa.plots import in_order_of_training, plot_attention
 
 NUM_TRAIN = 400
 TUNING_SEED = 100
@@ -40,8 +41,9 @@ class Choice(NamedTuple):
     lr: float = 2e-3
 
 
+RESNET, PRUNED = 'ResNet-18', 'generalised quadratic, pruned'
 CHOICES = (
-    Choice('ResNet-18', 'resnet18_cifar', dict(in_chans=1, num_classes=10)),
+    Choice(RESNET, 'pixel_resnet18', dict(in_chans=1, num_classes=10)),
     Choice('quadratic', 'pixel_attn_quadratic', SHAPE),
     Choice('generalised quadratic', 'pixel_attn_quadratic_gen', SHAPE),
     Choice('learned', 'pixel_attn_learned', SHAPE),
@@ -51,119 +53,101 @@ CHOICES = (
 
 def main() -> None:
     args = parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    rates = {choice.title: best_rate(choice, args) for choice in CHOICES}
-    runs = {choice.title: [plan(choice, rates[choice.title], seed, args) for seed in range(args.seeds)]
+    folder = args.output / 'runs'
+    candidates = {choice.title: {rate: [plan(choice, rate, TUNING_SEED, args.epochs)]
+                                 for rate in args.learning_rates or [choice.lr]} for choice in CHOICES}
+    rates = best_rates(candidates, folder)
+    runs = {choice.title: [plan(choice, rates[choice.title], seed, args.epochs) for seed in range(args.seeds)]
             for choice in CHOICES}
-    results = iter(run_all([run for each in runs.values() for run in each], args.output / 'runs', 'models'))
-    by_title = {title: [next(results) for _ in each] for title, each in runs.items()}
-    by_title['generalised quadratic, pruned'] = [prune(run, args.output) for run in runs['generalised quadratic']]
-    table = markdown(by_title, rates) + likeness(runs, args.output)
+    results = run_all(runs, folder, 'models')
+    results[PRUNED] = [prune(run, folder) for run in runs['generalised quadratic']]
+    del runs[RESNET]
+    table = markdown(results, rates) + '\n' + likeness(runs, folder)
     write_whole(args.output / 'pixel_models.md', table)
     print(table)
     for title in ('quadratic', 'generalised quadratic', 'learned, with content'):
-        pictures(runs[title][0], args.output)
+        draw(runs[title][0], folder, args.output / 'pictures')
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, 'pixel_models', seeds=3)
     add = parser.add_argument
-    add('--seeds', type=int, default=3, help='number of seeds (default: %(default)s)')
-    add('--epochs', type=int, default=60, help='default: %(default)s')
-    add('--output', type=Path, default=Path('output/pixel_models'), help='folder (default: %(default)s)')
-    add('--learning-rates', type=float, nargs='+', default=[],
+    add('--epochs', type=positive_int, default=60, help='default: %(default)s')
+    add('--learning-rates', type=positive_float, nargs='+', default=[],
         help='that every model chooses from (default: rates that were found to do)')
-    args = parser.parse_args()
-    if args.seeds < 1 or args.epochs < 1 or min(args.learning_rates, default=1.) <= 0:
-        parser.error('--seeds, --epochs and --learning-rates must be positive')
-    return args
+    return parser.parse_args()
 
 
-def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Run:
+def plan(choice: Choice, rate: float, seed: int, epochs: int) -> Run:
     stage = Stage(
-        choice.model, choice.title, choice.model, choice.model_args, args.epochs, lr=rate, canvas=DIGIT,
-        checkpoint_hist=args.epochs)
+        choice.model, choice.title, choice.model, choice.model_args, epochs, lr=rate, canvas=DIGIT,
+        checkpoint_hist=epochs)
     return Run(stage, NUM_TRAIN, seed)
 
 
-def best_rate(choice: Choice, args: argparse.Namespace) -> float:
-    if not args.learning_rates:
-        return choice.lr
-    if len(args.learning_rates) == 1:
-        return args.learning_rates[0]
-    runs = [plan(choice, rate, TUNING_SEED, args) for rate in args.learning_rates]
-    results = run_all(runs, args.output / 'runs', f'learning rates, {choice.title}')
-    top1 = {rate: result['validation']['top1'] for rate, result in zip(args.learning_rates, results)}
-    print(choice.title, ', '.join(f'{rate:g}: {accuracy:.1f} %' for rate, accuracy in top1.items()))
-    return max(top1, key=lambda rate: top1[rate])
-
-
-def prune(run: Run, output: Path) -> Dict[str, Any]:
+def prune(run: Run, folder: Path) -> Result:
     """Remove degenerate heads and train on for a tenth of the epochs, at a tenth of the learning rate (Appendix E)."""
-    path = output / 'runs' / run.name / 'pruned.json'
+    path = folder / run.name / 'pruned.json'
     if not path.exists():
-        train_data, validation_data, test_data = split_digits(run)
-        model = load(run, output)
+        train_data, validation_data, test_data = split_digits(NUM_TRAIN, run.seed, DIGIT)
+        model = load(run, folder)
         heads = [len(pruned) for pruned in prune_degenerate_heads(model).values()]
         stage = run.stage._replace(
             name='pruned', title=f'pruned, seed {run.seed}', epochs=max(run.stage.epochs // 10, 1),
             lr=run.stage.lr / 10, warmup_epochs=0)
-        before, device = evaluate(model, test_data, torch.device('cpu')), torch.device('cpu')
-        model, _ = train(stage, model, train_data, validation_data, path.parent, run.seed, device)
-        write_whole(path, json.dumps(dict(before=before, test=evaluate(model, test_data, device), pruned=heads)))
+        before = evaluate(model, test_data, CPU)
+        model, _ = train(stage, model, train_data, validation_data, path.parent, run.seed, CPU)
+        write_whole(path, json.dumps(dict(before=before, test=evaluate(model, test_data, CPU), pruned=heads)))
     return json.loads(path.read_text())
 
 
-def load(run: Run, output: Path) -> torch.nn.Module:
-    checkpoint = output / 'runs' / run.name / run.stage.name / 'last.pth.tar'
-    return timm.create_model(run.stage.model, checkpoint_path=str(checkpoint), **run.stage.model_args).eval()
+def load(run: Run, folder: Path) -> nn.Module:
+    """Create the trained model of a run."""
+    checkpoint = str(run.checkpoint(folder))
+    return timm.create_model(run.stage.model, checkpoint_path=checkpoint, **run.stage.model_args).eval()
 
 
-def markdown(by_title: Dict[str, List[Dict[str, Any]]], rates: Dict[str, float]) -> str:
+def markdown(results: Dict[str, List[Result]], rates: Dict[str, float]) -> str:
+    """Return the table of the models, with the accuracy after pruning."""
     models = {choice.title: timm.create_model(choice.model, **choice.model_args) for choice in CHOICES}
-    seconds = training_times(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats=20)
-    lines = ['| model | parameters | learning rate | top-1, % | step, ms |', '|---|---:|---:|---:|---:|']
-    for title, results in by_title.items():
-        accuracy = spread([result['test']['top1'] for result in results])
-        if title in models:
-            params = sum(parameter.numel() for parameter in models[title].parameters()) / 1e6
-            milliseconds = 1e3 * statistics.median(seconds[title])
-            lines.append(f'| {title} | {params:.2f} M | {rates[title]:g} | {accuracy} | {milliseconds:.0f} |')
-        else:
-            lines.append(f'| {title} | | | {accuracy} | |')
-    pruned = [result['pruned'] for result in by_title['generalised quadratic, pruned']]
-    return '\n'.join(lines) + (
-        f'\n\nTop-1 on the test images, mean ± standard deviation over {len(pruned)} seeds. Degenerate heads by layer, '
-        f'of every seed: {", ".join(map(str, pruned))}.\n\n')
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT))
+    rows = [[title, f'{num_params(model):.2f} M', f'{rates[title]:g}', spread(top1(results[title])),
+             f'{1e3 * seconds[title]:.0f}'] for title, model in models.items()]
+    rows.append([PRUNED, '', '', spread(top1(results[PRUNED])), ''])
+    heads = [result['pruned'] for result in results[PRUNED]]
+    return markdown_table(['model', 'parameters', 'learning rate', 'top-1, %', 'step, ms'], rows) + (
+        f'\nTop-1 on the test images, mean ± standard deviation over {len(heads)} seeds. Degenerate heads by layer, '
+        f'of every seed: {", ".join(map(str, heads))}.\n')
 
 
-def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
-    """How much like a convolution the heads are after training: means over heads, of all seeds."""
-    lines = ['| layer | ' + ' | '.join(title for title in runs if title != 'ResNet-18') + ' |']
-    lines.append('|---|' + '---:|' * (len(runs) - 1))
-    columns = []
-    for title, each in runs.items():
-        if title != 'ResNet-18':
-            layers: Dict[str, List[HeadStatistics]] = {}
-            for run in each:
-                images = torch.stack([split_digits(run)[2][i][0] for i in range(64)])
-                for name, maps in attention_maps(load(run, output), images).items():
-                    layers.setdefault(name, []).extend(head_statistics(maps))
-            columns.append([
-                f'{statistics.mean(h.best_weight for h in heads):.2f}, {statistics.mean(h.distance for h in heads):.1f}'
-                for heads in layers.values()])
-    lines += [f'| {layer + 1} | ' + ' | '.join(cells) + ' |' for layer, cells in enumerate(zip(*columns))]
-    return '\n'.join(lines) + (
-        '\n\nOf the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and '
+def likeness(runs: Dict[str, List[Run]], folder: Path) -> str:
+    """Return how much like a convolution the heads are after training: means over heads, of all seeds."""
+    layers = [[f'{statistics.mean(head.best_weight for head in heads):.2f}, '
+               f'{statistics.mean(head.distance for head in heads):.1f}' for heads in all_heads(each, folder)]
+              for each in runs.values()]
+    rows = [[str(layer), *cells] for layer, cells in enumerate(zip(*layers), start=1)]
+    return markdown_table(['layer', *runs], rows) + (
+        '\nOf the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and '
         'mean distance of their centres from the query, in tokens.\n')
 
 
-def pictures(run: Run, output: Path) -> None:
-    """What the heads of the trained model look at, and how that changed in training."""
-    folder = output / 'runs' / run.name / run.stage.name
-    checkpoints = in_order_of_training(list(folder.glob('checkpoint-*.pth.tar')))
-    images = torch.stack([split_digits(run)[2][i][0] for i in range(64)])
-    plot_attention(checkpoints, output / 'pictures' / run.stage.name, images=images, html=True)
+def all_heads(runs: List[Run], folder: Path) -> List[List[HeadStatistics]]:
+    """Measure the heads of the trained models of several seeds, layer by layer."""
+    layers: Dict[str, List[HeadStatistics]] = {}
+    for run in runs:
+        for name, maps in attention_maps(load(run, folder), test_images(run)).items():
+            layers.setdefault(name, []).extend(head_statistics(maps))
+    return list(layers.values())
+
+
+def test_images(run: Run) -> torch.Tensor:
+    return split_digits(NUM_TRAIN, run.seed, DIGIT)[2].first()
+
+
+def draw(run: Run, folder: Path, output: Path) -> None:
+    """Draw what the heads of the trained model look at, and how that changed in training."""
+    checkpoints = in_order_of_training(list(run.checkpoint(folder).parent.glob('checkpoint-*.pth.tar')))
+    plot_attention(checkpoints, output / run.stage.name, images=test_images(run), html=True)
 
 
 if __name__ == '__main__':
