@@ -1,4 +1,4 @@
-"""Table 1 of the paper at the paper's scale, on CIFAR-100: python experiments/table1_cifar100.py TIMM -- --data-dir DIR
+"""Table 1 of the paper at the paper's scale, on CIFAR-100: python experiments/table1_cifar100.py --timm TIMM
 
 Drives `train.py` and `validate.py` of TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100;
 see the README there. (benchmarks/speed.py measures the training times.)
@@ -35,7 +35,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'cifar100', seeds=5)
     add = parser.add_argument
-    add('timm', type=Path, metavar='TIMM', help='clone of pytorch-image-models')
+    add('--timm', type=Path, required=True, help='clone of pytorch-image-models')
     add('--num-processes', type=positive_int, default=max(torch.cuda.device_count(), 1),
         help='default: one for each GPU')
     add('--epochs-per-phase', type=positive_int, default=200, help='default: %(default)s')
