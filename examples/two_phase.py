@@ -168,7 +168,7 @@ def plot_attention(before: torch.Tensor, after: torch.Tensor, path: Path) -> Non
     for (title, maps), line in zip(rows, axes):
         line[0].set_ylabel(title)
         for axis, weights in zip(line, maps):
-            axis.imshow(weights[:-1].reshape(grid, grid), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap='magma')
+            axis.imshow(weights[:-1].reshape(grid, grid).numpy(), norm=PowerNorm(0.5, vmin=0, vmax=1), cmap='magma')
             axis.plot(query % grid, query // grid, 'c+')
             axis.set(xticks=[], yticks=[])
             axis.set_xlabel(f'nothing: {weights[-1]:.0%}' if weights[-1] >= 0.005 else '', fontsize=7)

@@ -283,9 +283,10 @@ def test_recipe_for_own_images(few, tmp_path):
 def test_table_at_paper_scale(few, tmp_path):
     """All rows through the recipes, with their models at full width but of one block, one epoch in each phase."""
     command = [
-        EXPERIMENTS / 'table1_cifar100.py', '--timm', CLONE, '--num-processes', 1, '--epochs-per-phase', 1, '--seeds', 1,
-        '--output', tmp_path / 'out', '--', '--dataset', '', '--data-dir', few, '--num-classes', 10, '--img-size', 32,
-        '--model-kwargs', 'img_size=32', 'depth=1', '--device', DEVICE, '--amp-dtype', 'bfloat16', '-j', 1]
+        EXPERIMENTS / 'table1_cifar100.py', '--timm', CLONE, '--num-processes', 1, '--epochs-per-phase', 1,
+        '--seeds', 1, '--output', tmp_path / 'out', '--', '--dataset', '', '--data-dir', few, '--num-classes', 10,
+        '--img-size', 32, '--model-kwargs', 'img_size=32', 'depth=1', '--device', DEVICE, '--amp-dtype', 'bfloat16',
+        '-j', 1]
     stdout = run(*command)
     table = (tmp_path / 'out' / 'table1.md').read_text()
     assert table in stdout
