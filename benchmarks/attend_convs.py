@@ -10,7 +10,7 @@ import timm
 import torch
 from torch import nn
 
-from timm_cmhsa import attend_convs, attended_convs
+from timm_cmhsa import attend_convs, attention_summary
 
 
 @torch.no_grad()
@@ -31,7 +31,7 @@ def main() -> None:
     attend_convs(model, args.names, image.shape[1:])
     made = time.perf_counter()
     error = (model(image) - logits).abs().max() / logits.abs().max()
-    print(attended_convs(model))
+    print(attention_summary(model))
     print(f'parameters {params:.1f} M -> {num_params(model):.1f} M; made in {made - start:.1f} s, one image in '
           f'{time.perf_counter() - made:.1f} s; logits differ by {error:.1e}; peak memory '
           f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB')

@@ -31,8 +31,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import timm_cmhsa
 
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples'))
-from timing import training_step
+sys.path.insert(0, str(Path(__file__).parents[1] / 'experiments'))
+from common.timing import training_step
 
 HERE = Path(__file__).parent
 FOLDER = HERE / 'speed'

@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='peak memory is 
 @pytest.fixture
 def run(tmp_path):
     """Runs a benchmark in a copy of the folder, where it may write."""
-    for folder in ('benchmarks', 'examples'):
+    for folder in ('benchmarks', 'experiments'):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns('speed', '__pycache__'))
 
     def run(script, *arguments):
@@ -27,6 +28,16 @@ def run(tmp_path):
     return run
 
 
+@pytest.fixture
+def run_here(monkeypatch):
+    """Runs a benchmark in this process."""
+    def run_here(script, *arguments):
+        monkeypatch.setattr(sys, 'argv', [script, *arguments])
+        runpy.run_path(str(ROOT / 'benchmarks' / script), run_name='__main__')
+    return run_here
+
+
+@pytest.mark.slow
 def test_speed(run, tmp_path):
     options = '--batch-size', '1', '--steps', '1', '--rounds', '1'
     folder = tmp_path / 'benchmarks'
@@ -64,6 +75,7 @@ def test_speed(run, tmp_path):
     assert 'other versions or other options: move it away first' in other.stderr
 
 
+@pytest.mark.slow
 def test_profile(run):
     result = run('speed.py', '--batch-size', '1', '--profile', 'resnet50')
     assert result.returncode == 0, result.stderr
@@ -72,6 +84,7 @@ def test_profile(run):
     assert any('conv' in name for name in shares)
 
 
+@pytest.mark.slow
 def test_resolution(run, tmp_path):
     result = run('resolution.py', '--grids', '2', '3', '--repeats', '1', '--amp', '--output', tmp_path / 'grids.json')
     assert result.returncode == 0, result.stderr
@@ -118,15 +131,15 @@ def test_gpu_goes_on_after_a_part_that_takes_too_long(tmp_path):
     (['--models', 'resnet51'], '--models: resnet51 is none of "deit_base'),
     (['--rounds', '0'], 'must be positive'),
 ])
-def test_bad_options(run, arguments, message):
-    result = run('speed.py', *arguments)
-    assert result.returncode == 2
-    assert message in result.stderr
+def test_bad_options(arguments, message, run_here, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_here('speed.py', '--device', 'cpu', *arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
 
 
-def test_attend_convs():
-    command = [sys.executable, '-W', 'ignore', ROOT / 'benchmarks' / 'attend_convs.py']
-    stdout = subprocess.check_output([*command, '--model', 'test_resnet', '--img-size', '32'], text=True)
-    *table, figures = stdout.strip().splitlines()
+def test_attend_convs(run_here, capsys):
+    run_here('attend_convs.py', '--model', 'test_resnet', '--img-size', '32')
+    *table, figures = capsys.readouterr().out.strip().splitlines()
     assert table[-1].startswith(f'{len(table) - 2} in all')
     assert float(re.search(r'logits differ by ([\d.e-]+);', figures)[1]) < 5e-6

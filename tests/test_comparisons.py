@@ -1,158 +1,164 @@
-"""The examples that compare trainings on the digits, as a user runs them, with very little training."""
-import argparse
+"""The experiments that compare trainings on the digits; those that train as a user runs them are slow."""
 import json
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import figure2
 import numpy as np
 import pytest
 import table1
+import table1_cifar100
+import thin_heads
 import torch
-from digits import DIGIT, place_digits
+from common.data import DIGIT, place_digits, split_digits
+from common.report import spread
+from common.rows import CMHSA3, CMHSA5, ROWS, TUNING_SIZE, choose_rates, plan
+from common.runs import do, read_result, run_all
 from PIL import Image
-from runs import Run, split_digits
-from two_phase import Stage
 
-EXAMPLES = Path(__file__).parents[1] / 'examples'
+EXPERIMENTS = Path(__file__).parents[1] / 'experiments'
 LITTLE = ['--seeds', '1', '--images-per-phase', '300', '--learning-rates', '2e-3']
+TITLES = [
+    'ViT-base', 'DeiT-small', 'DeiT-base', 'CMHSA-3 (1st phase)', 'CMHSA-5 (1st phase)', 'CMHSA (2nd phase)',
+    'CMHSA-3', 'CMHSA-5']
 
 
-def run(script, *arguments, cwd=None):
-    return subprocess.run(
-        [sys.executable, '-W', 'ignore', EXAMPLES / script, *map(str, arguments)], capture_output=True, text=True,
-        cwd=cwd)
+def cells(table, num_rows):
+    """The first rows of a table in Markdown, without its head."""
+    return [[cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:2 + num_rows]]
+
+
+def test_rows_are_trained_alike():
+    """As many images in all, half of them in each of two phases."""
+    for row in ROWS:
+        for size in (20, 60):
+            run = plan(row, (1e-3, 2e-3)[:len(row.phases)], size, 0, 600)
+            runs = [run] if run.phase1 is None else [run.phase1, run]
+            assert [each.stage.model for each in runs] == [model for model, _ in row.phases]
+            assert sum(each.stage.epochs * each.num_train for each in runs) == 1200
+            assert len({each.stage.epochs for each in runs}) == 1
+            for each in runs:
+                assert each.augment == (row.title != 'ViT-base') == (each.stage.weight_decay > 0)
+                assert (each.stage.smoothing > 0) == each.augment
+
+
+def test_table_has_every_row_at_every_size(tmp_path):
+    accuracies = [{'top1': 10., 'top5': 90.}, {'top1': 20., 'top5': 90.}]
+    results = {data: dict.fromkeys(TITLES, accuracies) for data in ('20 images', '60 images')}
+    rates = {title: (1e-3, 2e-3)[:1 + (title in ('CMHSA-3', 'CMHSA-5'))] for title in TITLES}
+    table = table1.markdown(results, rates)
+    rows = cells(table, 8)
+    assert [row[:6] for row in rows] == [
+        ['ViT-base', '6', '4', '64', '256', '0.001'],
+        ['DeiT-small', '6', '2', '32', '128', '0.001'],
+        ['DeiT-base', '6', '4', '64', '256', '0.001'],
+        ['CMHSA-3 (1st phase)', '3', '-', '64', '256', '0.001'],
+        ['CMHSA-5 (1st phase)', '3', '-', '64', '256', '0.001'],
+        ['CMHSA (2nd phase)', '3', '9', '64', '256', '0.001'],
+        ['CMHSA-3', '3', '9', '64', '256', '0.002'],
+        ['CMHSA-5', '3', '9', '64', '256', '0.002'],
+    ]
+    assert all(row[6:10] == ['15.0 ± 7.1', '15.0 ± 7.1', '90.0 ± 0.0', '90.0 ± 0.0'] for row in rows)
+    assert rows[0][10] == '1.00x'
+    assert 'over 2 seeds' in table
+    table1.plot(results, tmp_path / 'table1.png')
+    assert min(Image.open(tmp_path / 'table1.png').size) > 300
+
+
+def test_a_single_seed_has_no_spread():
+    assert spread([12.34]) == '12.3'
+
+
+def test_curves_of_figure2():
+    run = plan(CMHSA5, (1e-3, 2e-3), TUNING_SIZE, 0, 4200)
+    assert run.stage.warmup_epochs == 1
+    curves = figure2.plan_curves([run])
+    assert list(curves) == [
+        'converted, with warm-up', 'converted, without warm-up', 'random, with warm-up', 'random, without warm-up']
+    assert [(each.stage.warmup_epochs, each.phase1) for each, in curves.values()] == [
+        (1, run.phase1), (0, run.phase1), (1, None), (0, None)]
+
+
+def test_heads_are_as_many_as_the_kernel_needs():
+    assert [[thin_heads.shape(heads, kernel) for kernel in (3, 5)] for heads in thin_heads.CHOICES] == [
+        ['9 of d', '9 of d'], ['12 of 16', '12 of 16'], ['16 of 8', '20 of 8'], ['22 of 8', '26 of 8']]
 
 
 @pytest.fixture(scope='module')
-def output(tmp_path_factory):
-    folder = tmp_path_factory.mktemp('comparisons')
-    result = run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', folder)
-    assert result.returncode == 0, result.stderr
-    assert (folder / 'table1.md').read_text() in result.stdout
-    return folder
+def phase1(tmp_path_factory):
+    """A trained first phase, and the second one that goes on from there; with the folder of both."""
+    folder = tmp_path_factory.mktemp('runs')
+    run = plan(CMHSA3, (2e-3, 2e-3), 20, 0, 20)
+    do(run.phase1, folder)
+    return run, folder
 
 
-def results(output):
-    return {path: json.loads(path.read_text()) for path in output.glob('runs/*/result.json')}
+@pytest.mark.parametrize(('num_heads', 'sharpness', 'zero_key'), [
+    (9, None, True), (12, None, True), (9, 8., True), (9, None, False)])
+def test_phase2_starts_as_phase1_ends(num_heads, sharpness, zero_key, phase1):
+    run, folder = phase1
+    stage = run.stage._replace(model_args={**run.stage.model_args, 'num_heads': num_heads})
+    run = run._replace(stage=stage, sharpness=sharpness, zero_key=zero_key)
+    do(run, folder)
+    before, after = read_result(run.phase1, folder)['test'], read_result(run, folder)['before']
+    exact = sharpness is None and zero_key
+    assert exact == math.isclose(before['loss'], after['loss'], abs_tol=1e-5)
+    assert not exact or before['top1'] == after['top1']
+    weights = torch.load(run.checkpoint(folder), weights_only=False)['state_dict']
+    bias = weights['blocks.0.attn.rel_pos.zero_key_bias']
+    assert len(bias) == num_heads
+    assert bool((bias == -1e4).all()) != zero_key
+    if sharpness is not None:
+        assert bias.max() == pytest.approx(sharpness / 2, abs=0.5)
 
 
-def test_table_has_every_row_at_every_size(output):
-    lines = (output / 'table1.md').read_text().splitlines()
-    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in lines[2:10]]
-    assert [row[:5] for row in rows] == [
-        ['ViT-base', '6', '4', '64', '256'],
-        ['DeiT-small', '6', '2', '32', '128'],
-        ['DeiT-base', '6', '4', '64', '256'],
-        ['CMHSA-3 (1st phase)', '3', '-', '64', '256'],
-        ['CMHSA-5 (1st phase)', '3', '-', '64', '256'],
-        ['CMHSA (2nd phase)', '3', '9', '64', '256'],
-        ['CMHSA-3', '3', '9', '64', '256'],
-        ['CMHSA-5', '3', '9', '64', '256'],
-    ]
-    assert all(len(row) == 11 and row[5] == '0.002' for row in rows)
-    assert rows[0][-1] == '1.00x'
-    assert min(Image.open(output / 'table1.png').size) > 300
+def test_done_runs_are_not_done_again_and_settings_do_not_mix(phase1):
+    run, folder = phase1
+    path = folder / run.phase1.name / 'result.json'
+    before = path.stat().st_mtime_ns
+    assert run_all({'phase 1': [run.phase1]}, folder, 'test') == {'phase 1': [read_result(run.phase1, folder)]}
+    assert path.stat().st_mtime_ns == before
+    others = [
+        run, run._replace(seed=1), run._replace(num_train=40), run._replace(augment=False), run._replace(phase1=None),
+        run._replace(sharpness=8.), run._replace(zero_key=False), run._replace(stage=run.stage._replace(epochs=2))]
+    assert len({other.name for other in others}) == len(others)
 
 
-def test_rows_are_trained_alike(output):
-    """As many images in all, half of them in each of two phases; phase 2 starts as phase 1 ends."""
-    by_name = {path.parent.name: result for path, result in results(output).items()}
-    assert len(by_name) == 2 * (6 + 2 * 2)
-    for result in by_name.values():
-        stage, size, _, augment, phase1, *_ = result['settings']
-        single = phase1 is None and stage[1] not in ('CMHSA-3', 'CMHSA-5')
-        assert stage[4] * size == (600 if single else 300)
-        assert augment == (stage[1] != 'ViT-base') == (stage[7] > 0)
-        if phase1 is not None:
-            before = next(other for other in by_name.values() if other['settings'] == phase1)
-            assert before['test']['top1'] == result['before']['top1']
-            assert before['test']['loss'] == pytest.approx(result['before']['loss'], abs=1e-5)
+def test_the_best_rate_is_chosen_by_validation_on_seeds_of_its_own(tmp_path):
+    """Of two rates, the better on the mean of two seeds; phase 1 of two has that of the first phase alone."""
+    rows = [row for row in ROWS if 'CMHSA-3' in row.title]
 
+    def done(row, rates, accuracies):
+        for seed, accuracy in zip((100, 101), accuracies):
+            folder = tmp_path / plan(row, rates, TUNING_SIZE, seed, 300).name
+            folder.mkdir()
+            (folder / 'result.json').write_text(json.dumps({'validation': {'top1': accuracy}, 'test': {'top1': 0.}}))
 
-def test_done_runs_are_not_done_again_and_settings_do_not_mix(output):
-    before = {path: path.stat().st_mtime_ns for path in results(output)}
-    again = run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', output)
-    assert again.returncode == 0
-    assert {path: path.stat().st_mtime_ns for path in results(output)} == before
-    other = run('table1.py', *LITTLE, '--images-per-phase', 320, '--sizes', 20, '--output', output)
-    assert other.returncode == 0
-    assert len(results(output)) == len(before) + 10
-    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
-
-
-def test_figure2(output):
-    before = set(results(output))
-    result = run('figure2.py', *LITTLE, '--output', output)
-    assert result.returncode == 0, result.stderr
-    for title in ('converted, with', 'converted, without', 'random, with', 'random, without'):
-        assert f'| {title} warm-up |' in result.stdout
-    assert min(Image.open(output / 'figure2.png').size) > 300
-    settings = [result['settings'] for path, result in results(output).items() if path not in before]
-    curves = sorted((run[0][6], run[4] is not None) for run in settings if run[0][0] == 'cmhsa_attn')
-    assert curves == [(0, False), (0, True), (1, False), (1, True)]  # epochs of warm-up, converted
-
-
-def test_starts_of_phase2(output):
-    before = set(results(output))
-    result = run('phase2_starts.py', *LITTLE, '--output', output)
-    assert result.returncode == 0, result.stderr
-    rows = {line.split('|')[1].strip(): line for line in result.stdout.splitlines() if line.startswith('|')}
-    exact, spare, soft = (rows[title].split('|') for title in ('exact', 'exact, 3 spare heads', 'sharpness 8'))
-    assert exact[3] == spare[3]
-    assert exact[5] == spare[5]
-    assert len(soft) == len(exact) == 8
-    for path, run_result in results(output).items():
-        if path not in before and run_result['settings'][0][0] == 'cmhsa_attn':
-            weights = torch.load(path.parent / 'cmhsa_attn' / 'last.pth.tar', weights_only=False)['state_dict']
-            stage, *_, sharpness, zero_key = run_result['settings']
-            bias = weights['blocks.0.attn.rel_pos.zero_key_bias']
-            assert len(bias) == stage[3].get('num_heads', 9)
-            assert bool((bias == -1e4).all()) != zero_key
-            if sharpness is not None:
-                assert bias.max() == pytest.approx(sharpness / 2, abs=0.5)
-
-
-def test_thin_heads(tmp_path):
-    result = run('thin_heads.py', '--seeds', 1, '--epochs', 1, '--learning-rates', '2e-3', '--output', tmp_path)
-    assert result.returncode == 0, result.stderr
-    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in result.stdout.splitlines()
-            if line.startswith('|')][2:]
-    assert [[row[0], row[2], row[6]] for row in rows] == [
-        ['as wide as a token', '9 of d', '9 of d'],
-        ['a quarter as wide', '12 of 16', '12 of 16'],
-        ['an eighth as wide', '16 of 8', '20 of 8'],
-        ['an eighth as wide, 6 spare', '22 of 8', '26 of 8'],
-    ]
-    for column in (3, 7):
-        assert len({row[column] for row in rows}) == 1, 'every choice of heads starts where phase 1 ends'
-    assert min(Image.open(tmp_path / 'thin_heads.png').size) > 300
-    models = [result['settings'][0][3] for result in results(tmp_path).values() if result['settings'][4]]
-    assert sorted((args['num_heads'], args['head_dim'] or 64) for args in models) == [
-        (9, 64), (9, 64), (12, 16), (12, 16), (16, 8), (20, 8), (22, 8), (26, 8)]
-
-
-def test_the_best_rate_is_chosen_on_seeds_of_its_own(tmp_path, monkeypatch):
-    """Of two rates, one of which cannot learn, every row chooses the other; images, seeds and runs here are few."""
-    monkeypatch.setattr(table1, 'TUNING_SIZE', 40)
-    args = argparse.Namespace(learning_rates=[1e-12, 2e-3], images_per_phase=1200, output=tmp_path)
-    rows = [row for row in table1.ROWS if 'CMHSA-3' in row.title]
-    monkeypatch.setattr(table1, 'ROWS', rows)
-    assert table1.choose_rates(args) == {'CMHSA-3 (1st phase)': 2e-3, 'CMHSA-3': 2e-3}
-    assert {result['settings'][2] for result in results(tmp_path).values()} == {100, 101}
+    single, double = rows
+    done(single, (1e-3,), (90., 10.))
+    done(single, (2e-3,), (60., 60.))
+    done(double, (2e-3, 1e-3), (70., 70.))
+    done(double, (2e-3, 2e-3), (50., 80.))
+    for run in (plan(double, (2e-3, 1e-3), TUNING_SIZE, seed, 300).phase1 for seed in (100, 101)):
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / 'result.json').write_text('{}')
+    assert choose_rates(rows, (1e-3, 2e-3), 300, tmp_path) == {
+        'CMHSA-3 (1st phase)': (2e-3,), 'CMHSA-3': (2e-3, 1e-3)}
+    assert choose_rates(rows, (4e-3,), 300, tmp_path) == {'CMHSA-3 (1st phase)': (4e-3,), 'CMHSA-3': (4e-3, 4e-3)}
 
 
 def test_training_validation_and_test_images_are_disjoint():
     seen = []
     for seed in (0, 1):
-        run_ = Run(Stage('x', 'x', 'x', {'img_size': DIGIT}, 1, 1e-3), 900, seed)
         images, _ = place_digits(np.random.RandomState(seed), canvas=DIGIT)
         index = {}
         for number, image in enumerate(images):
             index.setdefault(image.tobytes(), set()).add(number)
         assert all(len(numbers) == 1 for numbers in index.values())
-        parts = [[index[image.tobytes()] for image in data.images] for data in split_digits(run_)]
+        parts = [[index[image.tobytes()] for image in data.images] for data in split_digits(900, seed, DIGIT)]
         numbers = [set().union(*part) for part in parts]
         assert [len(part) for part in numbers] == [900, 300, 597]
         assert len(set().union(*numbers)) == 1797
@@ -161,52 +167,123 @@ def test_training_validation_and_test_images_are_disjoint():
     assert seen[0][0] != seen[1][0]
 
 
-@pytest.mark.parametrize(('arguments', 'message'), [
-    (['--sizes', 10], '--sizes must be between 20 and 900'),
-    (['--seeds', 0], '--seeds must be at least 1'),
-    (['--images-per-phase', 299], '--images-per-phase must be at least 300'),
-    (['--images-per-phase', 500], '--images-per-phase must be at least the largest of --sizes'),
-    (['--paper', 'nowhere'], 'nowhere has no train.py'),
-    (['--learning-rates', 0], '--learning-rates must be positive'),
-    (['--', '--lr', 1], 'options for train.py are for --paper'),
-    (['--search-rates'], '--search-rates and options'),
-    (['--paper', '.', '--num-processes', 3, '--', '--device', 'cpu'], 'must divide the batch of 128'),
-    (['--paper', '.', '--', '--device', 'cpu', '--lr', 1], '--lr is set by table1.py itself'),
+@pytest.mark.parametrize(('script', 'arguments', 'message'), [
+    (table1, ['--sizes', '10'], '--sizes must be between 20 and 900'),
+    (table1, ['--seeds', '0'], '--seeds: 0 is not positive'),
+    (table1, ['--images-per-phase', '299'], '--images-per-phase must be at least 300'),
+    (table1, ['--images-per-phase', '500'], '--sizes must be between 20 and 500'),
+    (table1, ['--learning-rates', '0'], '--learning-rates: 0 is not positive'),
+    (table1_cifar100, ['--timm', 'nowhere'], 'nowhere has no train.py'),
+    (table1_cifar100, ['--timm', '.', '--num-processes', '3', '--', '--device', 'cpu'], 'must divide the batch of 128'),
+    (table1_cifar100, ['--timm', '.', '--', '--device', 'cpu', '--lr', '1'], '--lr is set by table1_cifar100.py'),
 ])
-def test_bad_options(tmp_path, arguments, message):
-    for script in ('train.py', 'validate.py'):
-        (tmp_path / script).touch()
-    result = run('table1.py', '--output', tmp_path / 'out', *arguments, cwd=tmp_path)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert not (tmp_path / 'out').exists()
+def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    for name in ('train.py', 'validate.py'):
+        Path(name).touch()
+    monkeypatch.setattr(sys, 'argv', ['script', *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        script.main()
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not Path('output').exists()
 
 
+def test_what_follows_two_dashes_is_for_train_py(tmp_path, monkeypatch):
+    for name in ('train.py', 'validate.py'):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(sys, 'argv', ['', '--timm', str(tmp_path), '--seeds', '1', '--', '--device', 'cpu', '-j', '1'])
+    assert table1_cifar100.parse_args().options == ['--device', 'cpu', '-j', '1']
+
+
+def run(script, *arguments):
+    """Run a script as a user does; returns what it printed."""
+    result = subprocess.run(
+        [sys.executable, '-W', 'ignore', EXPERIMENTS / script, *map(str, arguments)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope='module')
+def output(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('comparisons')
+    stdout = run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', folder)
+    assert (folder / 'table1.md').read_text() in stdout
+    return folder
+
+
+def results(output):
+    return {path: json.loads(path.read_text()) for path in output.glob('runs/*/result.json')}
+
+
+@pytest.mark.slow
+def test_table1(output):
+    rows = cells((output / 'table1.md').read_text(), 8)
+    assert [row[0] for row in rows] == TITLES
+    assert all(len(row) == 11 for row in rows)
+    assert min(Image.open(output / 'table1.png').size) > 300
+    before = {path: path.stat().st_mtime_ns for path in results(output)}
+    assert len(before) == 2 * (6 + 2 * 2)
+    run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', output)
+    assert {path: path.stat().st_mtime_ns for path in results(output)} == before
+
+
+@pytest.mark.slow
+def test_figure2(output):
+    before = set(results(output))
+    stdout = run('figure2.py', *LITTLE, '--output', output)
+    for title in ('converted, with', 'converted, without', 'random, with', 'random, without'):
+        assert f'| {title} warm-up |' in stdout
+    assert min(Image.open(output / 'figure2.png').size) > 300
+    settings = [result['settings'] for path, result in results(output).items() if path not in before]
+    assert len([run for run in settings if run[0][0] == 'cmhsa_attn']) == 4
+
+
+@pytest.mark.slow
+def test_starts_of_phase2(output):
+    stdout = run('phase2_starts.py', *LITTLE, '--output', output)
+    rows = {line.split('|')[1].strip(): line.split('|') for line in stdout.splitlines() if line.startswith('|')}
+    exact, spare, soft = (rows[title] for title in ('exact', 'exact, 3 spare heads', 'sharpness 8'))
+    assert exact[3] == spare[3]
+    assert exact[5] == spare[5]
+    assert len(soft) == len(exact) == 8
+    assert {'zero key', 'no zero key'} <= set(rows)
+
+
+@pytest.mark.slow
+def test_thin_heads(tmp_path):
+    stdout = run('thin_heads.py', '--seeds', 1, '--epochs', 1, '--learning-rates', '2e-3', '--output', tmp_path)
+    rows = cells(stdout[stdout.index('| heads of phase 2'):], 4)
+    assert [row[0] for row in rows] == [heads.title for heads in thin_heads.CHOICES]
+    for column in (3, 7):
+        assert len({row[column] for row in rows}) == 1, 'every choice of heads starts where phase 1 ends'
+    assert min(Image.open(tmp_path / 'thin_heads.png').size) > 300
+
+
+@pytest.mark.slow
 def test_attended_resnet(tmp_path):
     """Every form starts with the accuracy of the CNN; a second call does nothing again."""
-    arguments = ['--seeds', 1, '--epochs', 2, '--output', tmp_path]
-    result = run('attend_resnet.py', *arguments)
-    assert result.returncode == 0, result.stderr
-    table = (tmp_path / 'attend_resnet.md').read_text()
-    assert table in result.stdout
-    rows = json.loads((tmp_path / 'seed0-epochs2' / 'result.json').read_text())
+    arguments = ['--seeds', 1, '--epochs', 1, '--output', tmp_path]
+    stdout = run('attend_resnet.py', *arguments)
+    assert (tmp_path / 'attend_resnet.md').read_text() in stdout
+    path = tmp_path / 'seed0-epochs1' / 'result.json'
+    rows = json.loads(path.read_text())
     assert list(rows) == ['none', 'all convolutions', 'last two stages']
     assert len({row['before'] for row in rows.values()}) == 1
     assert rows['none']['error'] == 0
     assert all(0 < rows[title]['error'] < 5e-6 for title in list(rows)[1:])
-    assert rows['none']['params'] < rows['last two stages']['params'] < rows['all convolutions']['params']
     assert (tmp_path / 'pictures' / 'attention.png').exists()
-    before = (tmp_path / 'seed0-epochs2' / 'result.json').stat().st_mtime_ns
-    assert run('attend_resnet.py', *arguments).returncode == 0
-    assert (tmp_path / 'seed0-epochs2' / 'result.json').stat().st_mtime_ns == before
+    before = path.stat().st_mtime_ns
+    run('attend_resnet.py', *arguments)
+    assert path.stat().st_mtime_ns == before
 
 
+@pytest.mark.slow
 def test_pixel_models(tmp_path):
-    result = run('pixel_models.py', '--seeds', 1, '--epochs', 1, '--output', tmp_path)
-    assert result.returncode == 0, result.stderr
+    stdout = run('pixel_models.py', '--seeds', 1, '--epochs', 1, '--output', tmp_path)
     table = (tmp_path / 'pixel_models.md').read_text()
-    assert table in result.stdout
-    rows = [[cell.strip() for cell in line.strip('|').split('|')] for line in table.splitlines()[2:8]]
+    assert table in stdout
+    rows = cells(table, 6)
     assert [row[0] for row in rows] == [
         'ResNet-18', 'quadratic', 'generalised quadratic', 'learned', 'learned, with content',
         'generalised quadratic, pruned']

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.skipif(
     'TIMM_CLONE' not in os.environ, reason="needs timm's scripts: set TIMM_CLONE to a clone of pytorch-image-models")
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'
+EXPERIMENTS = EXAMPLES.with_name('experiments')
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 SMALL_IMAGES = ['--model-kwargs', 'img_size=16', '--img-size', 16, '--crop-pct', 1]
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -282,9 +283,10 @@ def test_recipe_for_own_images(few, tmp_path):
 def test_table_at_paper_scale(few, tmp_path):
     """All rows through the recipes, with their models at full width but of one block, one epoch in each phase."""
     command = [
-        EXAMPLES / 'table1.py', '--paper', CLONE, '--num-processes', 1, '--epochs-per-phase', 1, '--seeds', 1,
-        '--output', tmp_path / 'out', '--', '--dataset', '', '--data-dir', few, '--num-classes', 10, '--img-size', 32,
-        '--model-kwargs', 'img_size=32', 'depth=1', '--device', DEVICE, '--amp-dtype', 'bfloat16', '-j', 1]
+        EXPERIMENTS / 'table1_cifar100.py', '--timm', CLONE, '--num-processes', 1, '--epochs-per-phase', 1,
+        '--seeds', 1, '--output', tmp_path / 'out', '--', '--dataset', '', '--data-dir', few, '--num-classes', 10,
+        '--img-size', 32, '--model-kwargs', 'img_size=32', 'depth=1', '--device', DEVICE, '--amp-dtype', 'bfloat16',
+        '-j', 1]
     stdout = run(*command)
     table = (tmp_path / 'out' / 'table1.md').read_text()
     assert table in stdout
@@ -292,10 +294,10 @@ def test_table_at_paper_scale(few, tmp_path):
     assert [row[1].strip() for row in rows] == [
         'ViT-base', 'DeiT-small', 'DeiT-base', 'CMHSA-3 (1st phase)', 'CMHSA-5 (1st phase)', 'CMHSA (2nd phase)',
         'CMHSA-3', 'CMHSA-5']
-    assert len(list((tmp_path / 'out' / 'cifar100').iterdir())) == 10
+    assert len(list((tmp_path / 'out' / 'runs').iterdir())) == 10
     started = time.time()
     assert table in run(*command)
-    assert all(path.stat().st_mtime < started for path in tmp_path.glob('out/cifar100/*/*'))
+    assert all(path.stat().st_mtime < started for path in tmp_path.glob('out/runs/*/*'))
 
 
 def test_pixel_recipe(few, tmp_path):

@@ -1,4 +1,4 @@
-"""The main job, run as a user runs it, with a few epochs."""
+"""The main job, with a few epochs."""
 import json
 import signal
 import subprocess
@@ -6,9 +6,13 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
+import two_phase
+from common.data import DIGIT, Digits, place_digits
+from common.training import Stage, create, train
 from PIL import Image
 from timm.models import load_checkpoint
 
@@ -18,41 +22,46 @@ EXAMPLE = Path(__file__).parents[1] / 'examples' / 'two_phase.py'
 COMMAND = [sys.executable, '-W', 'ignore', str(EXAMPLE), '--device', 'cpu', '--epochs', '3', '--output']
 
 
+def run_here(*options):
+    """Run the script in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, 'argv', ['two_phase.py', '--device', 'cpu', *map(str, options)])
+        two_phase.main()
+
+
 @pytest.fixture(scope='module')
-def finished(tmp_path_factory):
-    output = tmp_path_factory.mktemp('finished')
-    result = subprocess.run([*COMMAND, output], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    return output, result.stdout
+def output(tmp_path_factory):
+    """Results of one epoch of one step in each phase."""
+    folder = tmp_path_factory.mktemp('two_phase')
+    run_here('--epochs', 1, '--num-train', 20, '--output', folder)
+    return folder
 
 
 def rows(output):
     return {row['training']: row for row in json.loads((output / 'results.json').read_text())}
 
 
-def test_table_has_every_training_with_the_same_epochs(finished):
-    output, stdout = finished
-    assert (output / 'results.md').read_text() in stdout
+def test_table_has_every_training_with_the_same_epochs(output):
     assert {name: row['epochs'] for name, row in rows(output).items()} == {
-        'phase 1': 3, 'phase 1, converted': 3, 'phase 1, converted, phase 2': 6, 'phase 1 alone': 6,
-        'attention alone': 6}
+        'phase 1': 1, 'phase 1, converted': 1, 'phase 1, converted, phase 2': 2, 'phase 1 alone': 2,
+        'attention alone': 2}
+    assert f"| attention alone | 2 | {rows(output)['attention alone']['top1']:.2f} % |" in (
+        output / 'results.md').read_text()
 
 
-def test_conversion_changes_no_accuracy(finished):
-    output, _ = finished
+def test_conversion_changes_no_accuracy(output):
     before, after = rows(output)['phase 1'], rows(output)['phase 1, converted']
     assert (before['top1'], before['top5']) == (after['top1'], after['top5'])
 
 
-def test_pictures_are_pictures(finished):
+def test_pictures_are_pictures(output):
     for name in ('loss.png', 'attention.png'):
-        image = Image.open(finished[0] / name)
+        image = Image.open(output / name)
         assert min(image.size) > 300
         assert len(image.convert('RGB').getcolors(1 << 24)) > 50
 
 
-def test_checkpoints_are_readable_by_timm_and_by_the_converter(finished, tmp_path):
-    output, stdout = finished
+def test_checkpoints_are_readable_by_timm_and_by_the_converter(output, tmp_path):
     shape = dict(img_size=32, patch_size=8, in_chans=1, hidden_chans=1, depth=4, num_classes=10)
     conv_model = timm.create_model('cmhsa_conv_k5', **shape)
     load_checkpoint(conv_model, str(output / 'conv_only' / 'last.pth.tar'), strict=True)
@@ -60,12 +69,62 @@ def test_checkpoints_are_readable_by_timm_and_by_the_converter(finished, tmp_pat
     assert report.img_size_source == 'from the checkpoint'
     model = timm.create_model(f'local-dir:{output / "model"}', pretrained=True)
     assert model(torch.randn(1, 1, 32, 32)).shape == (1, 10)
-    top1 = rows(output)['phase 1, converted, phase 2']['top1']
-    assert f'loaded back: top-1 {top1:.2f} %' in stdout
 
 
+def test_runs_of_different_settings_are_never_mixed(output):
+    with pytest.raises(SystemExit, match='holds a run with other settings'):
+        run_here('--epochs', 1, '--num-train', 20, '--output', output, '--seed', 1)
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    (['--output', 'unused', '--num-train', 5], '--num-train between 20 and 1700'),
+    (['--output', 'unused', '--device', 'foo'], '--device foo cannot be used'),
+    (['--output', __file__], 'is not a folder'),
+])
+def test_bad_options_are_told(options, message, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        run_here(*options)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+class StoppingDigits(Digits):
+    """Images that end the training after so many."""
+    left = 0
+
+    def __getitem__(self, index):
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().__getitem__(index)
+
+
+def test_a_stopped_training_goes_on_to_the_same_result(tmp_path):
+    """Stopped in epoch 4 of 5, after epoch 2 was saved."""
+    images, targets = place_digits(np.random.RandomState(0), canvas=DIGIT)
+    data, test_data = StoppingDigits(images, targets, range(40), augment=True), Digits(images, targets, range(40, 80))
+    model_args = dict(img_size=DIGIT, in_chans=1, num_classes=10)
+    stage = Stage('stage', 'test', 'test_cmhsa_conv_k3', model_args, 5, 1e-3, warmup_epochs=1, eval_every=2)
+
+    def go(name, num_images):
+        data.left = num_images
+        return train(stage, create(stage, 0), data, test_data, tmp_path / name, 0, torch.device('cpu'))
+
+    expected, expected_history = go('whole', 5 * 40)
+    with pytest.raises(KeyboardInterrupt):
+        go('stopped', 3 * 40 + 20)
+    model, history = go('stopped', 3 * 40)
+    assert data.left == 0
+    for row, expected_row in zip(history, expected_history):
+        row['seconds'] = expected_row['seconds']
+    assert history == expected_history
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize('moment', ['phase2', 'conv_only'])
-def test_a_stopped_run_goes_on_to_the_same_result(moment, finished, tmp_path):
+def test_a_killed_run_goes_on_to_the_same_result(moment, finished, tmp_path):
     """Killed between two stages, and within one: epoch 5 of 6 is saved and the last is not."""
     process = subprocess.Popen([*COMMAND, tmp_path], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
@@ -82,20 +141,17 @@ def test_a_stopped_run_goes_on_to_the_same_result(moment, finished, tmp_path):
             assert rows(tmp_path)[name][key] == row[key]
 
 
-def test_runs_of_different_settings_are_never_mixed(finished):
-    result = subprocess.run([*COMMAND, finished[0], '--seed', '1'], capture_output=True, text=True)
-    assert result.returncode == 1
-    assert 'holds a run with other settings' in result.stderr
-    assert result.stderr.count('\n') == 1
+@pytest.fixture(scope='module')
+def finished(tmp_path_factory):
+    output = tmp_path_factory.mktemp('finished')
+    result = subprocess.run([*COMMAND, output], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return output, result.stdout
 
 
-@pytest.mark.parametrize(('options', 'message'), [
-    (['unused', '--num-train', '5'], '--num-train between 20 and 1700'),
-    (['unused', '--device', 'foo'], '--device foo cannot be used'),
-    ([__file__], 'is not a folder'),
-])
-def test_bad_options_are_told(options, message):
-    result = subprocess.run([*COMMAND, *options], capture_output=True, text=True)
-    assert result.returncode == 2
-    assert message in result.stderr
-    assert 'Traceback' not in result.stderr
+@pytest.mark.slow
+def test_table_is_printed(finished):
+    output, stdout = finished
+    assert (output / 'results.md').read_text() in stdout
+    top1 = rows(output)['phase 1, converted, phase 2']['top1']
+    assert f'loaded back: top-1 {top1:.2f} %' in stdout

@@ -1,28 +1,25 @@
-"""timm's `train.py` and `validate.py`, driven through the recipes in examples/cifar100, for table1.py --paper.
+"""timm's `train.py` and `validate.py`, driven through the recipes in examples/cifar100, for table1_cifar100.py.
 
 Every training has a folder named after its recipe, options, processes and versions, so that trainings that differ never
 mix; one that was stopped goes on from its last checkpoint.
 """
 import csv
-import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-import timm
-import torch
 import yaml
+from common.runs import VERSIONS, digest
 
 import timm_cmhsa
 
-RECIPES = Path(__file__).parent / 'cifar100'
+RECIPES = Path(__file__).parents[1] / 'examples' / 'cifar100'
 TOTAL_BATCH = 128
 # Of a first and of a second phase. The paper does not say what rows of one phase try: here, what a first phase does.
 PAPER_RATES = ((1e-4, 3e-4, 5e-4), (1e-5, 3e-5, 5e-5, 7e-5))
 DEFAULT_RATES = (3e-4, 3e-5)
-VERSIONS = {module.__name__: module.__version__ for module in (torch, timm, timm_cmhsa)}
 # What train.py and validate.py both take; the batch of a validation changes nothing.
 VALIDATION_KEYS = (
     'model', 'data_dir', 'dataset', 'class_map', 'input_key', 'target_key', 'input_img_mode', 'num_classes', 'gp',
@@ -60,7 +57,7 @@ def train_rows(
 
 
 def search_rates(machine: Machine, recipes: Tuple[str, ...], epochs: int) -> Tuple[float, ...]:
-    """Phase by phase the best of the paper's rates with seed 0, by the test images: CIFAR-100 has no others."""
+    """Choose phase by phase the best of the paper's rates with seed 0, by the test images: CIFAR-100 has no others."""
     chosen: Tuple[float, ...] = ()
     for phase in range(len(recipes)):
         def top1(rate: float, phase: int = phase, before: Tuple[float, ...] = chosen) -> float:
@@ -77,7 +74,7 @@ def train_phases(
         seed: int,
         epochs: int,
 ) -> Path:
-    """Train one phase after the other, the second from the first's conversion; the folder of the last."""
+    """Train one phase after the other, the second from the first's conversion; returns the folder of the last."""
     folder = None
     for recipe, rate in zip(recipes, rates):
         folder = train(machine, recipe, seed, rate, epochs, folder)
@@ -86,14 +83,17 @@ def train_phases(
 
 
 def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, phase1: Optional[Path]) -> Path:
-    """Train by a recipe, from the conversion of phase 1 if there was one; the folder with the last checkpoint."""
+    """Train by a recipe, from the conversion of phase 1 if there was one.
+
+    Returns:
+        The folder with the last checkpoint.
+    """
     options = ['--seed', seed, '--lr', rate, '--epochs', epochs, '--batch-size', TOTAL_BATCH // machine.num_processes]
     if machine.num_processes == 1:
         options += ['--aug-repeats', 0]  # timm repeats augmentations only across processes
     options += machine.options
     settings = [load_recipe(recipe), options, phase1 and phase1.name, machine.num_processes, VERSIONS]
-    digest = hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:10]
-    folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest}'
+    folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest(settings)}'
     if epochs_done(folder) < epochs:
         command = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
         command += ['--output', folder.parent, '--experiment', folder.name]
@@ -111,7 +111,7 @@ def load_recipe(name: str) -> Dict[str, Any]:
 
 
 def epochs_done(folder: Path) -> int:
-    """Epochs in the summary that train.py keeps, but for one whose checkpoint is not written yet."""
+    """Return the epochs in the summary that train.py keeps, but for one whose checkpoint is not written yet."""
     summary, last = folder / 'summary.csv', folder / 'last.pth.tar'
     if not summary.exists() or not last.exists() or last.stat().st_mtime < summary.stat().st_mtime:
         return 0
@@ -129,14 +129,14 @@ def launch(machine: Machine, options: List[Any]) -> None:
 
 
 def convert(folder: Path) -> Path:
-    """Phase 1's last checkpoint, rewritten for phase 2."""
+    """Rewrite phase 1's last checkpoint for phase 2."""
     path = folder / 'phase2.safetensors'
     print(timm_cmhsa.convert_checkpoint(folder / 'last.pth.tar', path, force=True))
     return path
 
 
 def validate(machine: Machine, folder: Path) -> Dict[str, float]:
-    """Top-1 and top-5 accuracy in percent, of the last checkpoint's own weights, not of their average."""
+    """Return top-1 and top-5 accuracy in percent, of the last checkpoint's own weights, not of their average."""
     results = folder / 'validation.json'
     if not results.exists():
         args = yaml.safe_load((folder / 'args.yaml').read_text())

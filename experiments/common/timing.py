@@ -1,4 +1,5 @@
 """Seconds of a training step: forward, backward and optimizer."""
+import statistics
 import time
 from contextlib import nullcontext
 from typing import Any, Callable, Dict, List
@@ -8,24 +9,23 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 
-def training_times(
-        models: Dict[str, nn.Module],
-        images: torch.Tensor,
-        repeats: int = 20,
-        amp: bool = False,
-) -> Dict[str, List[float]]:
-    """Seconds of every step of every model; the models take turns, so that a drift of the machine meets all alike."""
-    steps = {name: training_step(model.to(images.device).train(), images, amp) for name, model in models.items()}
+def step_seconds(models: Dict[str, nn.Module], images: torch.Tensor, repeats: int = 20) -> Dict[str, float]:
+    """Measure the median time of a training step of every model.
+
+    The models take turns, so that a drift of the machine meets all alike.
+    """
+    steps = {name: training_step(model.to(images.device).train(), images) for name, model in models.items()}
     seconds: Dict[str, List[float]] = {name: [] for name in models}
     for _ in range(repeats + 2):  # the first two warm up
         for name, step in steps.items():
             start = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - start)
-    return {name: times[2:] for name, times in seconds.items()}
+    return {name: statistics.median(times[2:]) for name, times in seconds.items()}
 
 
-def training_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callable[[], None]:
+def training_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> Callable[[], None]:
+    """Return a function that does one step and waits for its end."""
     optimizer = create_optimizer_v2(model, opt='adamw', lr=1e-5, weight_decay=0.05)
     targets = torch.zeros(len(images), dtype=torch.long, device=images.device)
 

@@ -1,0 +1,26 @@
+"""Options that the experiments share."""
+import argparse
+from pathlib import Path
+
+
+def make_parser(description: str, name: str, seeds: int) -> argparse.ArgumentParser:
+    """Return a parser with the number of seeds and the output folder, which is named after the experiment."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add('--seeds', type=positive_int, default=seeds, help='number of seeds (default: %(default)s)')
+    add('--output', type=Path, default=Path('output', name), help='folder (default: %(default)s)')
+    return parser
+
+
+def positive_int(text: str) -> int:
+    """Read an integer that is at least 1."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f'{text} is not positive')
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """Read a number above 0."""
+    if not float(text) > 0:
+        raise argparse.ArgumentTypeError(f'{text} is not positive')
+    return float(text)

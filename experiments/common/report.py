@@ -1,0 +1,48 @@
+"""Tables, plots and files of results."""
+import statistics
+from pathlib import Path
+from typing import Any, Iterable, List, Sequence, Tuple
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+
+def spread(values: Sequence[float], digits: int = 1) -> str:
+    """Return mean ± standard deviation; a single value is returned alone."""
+    mean = f'{statistics.mean(values):.{digits}f}'
+    return f'{mean} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else mean
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown, its first column aligned to the left and all others to the right."""
+    lines = [f'| {" | ".join(head)} |', '|---|' + '---:|' * (len(head) - 1)]
+    lines += [f'| {" | ".join(row)} |' for row in rows]
+    return '\n'.join(lines) + '\n'
+
+
+def seeds_note(num_seeds: int) -> str:
+    """Return what stands below a table of several seeds."""
+    return f'\nMean ± standard deviation over {num_seeds} seeds, %.\n' if num_seeds > 1 else ''
+
+
+def make_figure(figsize: Tuple[float, float], num_axes: int = 1, **kwargs: Any) -> Tuple[Figure, List[Axes]]:
+    """Return a figure with axes side by side, each with a faint grid; kwargs are those of `Figure.subplots`."""
+    figure = Figure(figsize=figsize, dpi=120, layout='constrained')
+    axes = list(figure.subplots(1, num_axes, squeeze=False, **kwargs)[0])
+    for axis in axes:
+        axis.grid(alpha=0.3)
+    return figure, axes
+
+
+def plot_mean_and_range(axis: Axes, x: Sequence[float], curves: Sequence[Sequence[float]], **kwargs: Any) -> None:
+    """Draw the mean of the curves of several seeds as a line, and their range as a band."""
+    line, = axis.plot(x, [statistics.mean(values) for values in zip(*curves)], **kwargs)
+    lowest, highest = ([choose(values) for values in zip(*curves)] for choose in (min, max))
+    axis.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.15)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file such that a kill at any moment leaves the old one or the new one."""
+    partial = path.with_suffix('.partial')
+    partial.write_text(text)
+    partial.replace(path)

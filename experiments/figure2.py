@@ -1,0 +1,53 @@
+"""Figure 2 of the paper, phase 2 with and without warm-up: python experiments/figure2.py
+
+Validation loss of the attention model on 300 digits, from the converted phase 1 and from a random start, with and
+without a warm-up of the learning rate, which is otherwise that of CMHSA-5 in table1.py for all four; mean and range of
+5 seeds. Phase 1 and the choice of the rate are those of table1.py, and not done again.
+"""
+from pathlib import Path
+from typing import Dict, List
+
+from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
+from common.rows import CMHSA5, ROWS, TUNING_SIZE, choose_rates, make_row_parser, parse_row_args, plan
+from common.runs import Result, Run, run_all, top1
+
+
+def main() -> None:
+    args = parse_row_args(make_row_parser(__doc__))
+    rates = choose_rates(ROWS, args.learning_rates, args.images_per_phase, args.output / 'runs')
+    runs = [plan(CMHSA5, rates[CMHSA5.title], TUNING_SIZE, seed, args.images_per_phase) for seed in range(args.seeds)]
+    results = run_all(plan_curves(runs), args.output / 'runs', 'figure 2')
+    table = markdown_table(
+        ['start', 'top-1 on the test images, %'], [[title, spread(top1(seeds))] for title, seeds in results.items()])
+    write_whole(args.output / 'figure2.md', table)
+    print(table)
+    plot(results, args.output / 'figure2.png')
+
+
+def plan_curves(runs: List[Run]) -> Dict[str, List[Run]]:
+    """Plan the four curves from the runs of the table's row."""
+    curves = {}
+    for start in ('converted', 'random'):
+        for warmup in ('with', 'without'):
+            curves[f'{start}, {warmup} warm-up'] = [run._replace(
+                stage=run.stage._replace(
+                    eval_every=1, warmup_epochs=run.stage.warmup_epochs if warmup == 'with' else 0),
+                phase1=run.phase1 if start == 'converted' else None,
+            ) for run in runs]
+    return curves
+
+
+def plot(results: Dict[str, List[Result]], path: Path) -> None:
+    figure, (axis,) = make_figure((7, 5))
+    styles = (('C0', '-'), ('C0', '--'), ('C1', '-'), ('C1', '--'))
+    for (title, seeds), (color, linestyle) in zip(results.items(), styles):
+        epochs = [row['epoch'] for row in seeds[0]['history']]
+        losses = [[row['loss'] for row in result['history']] for result in seeds]
+        plot_mean_and_range(axis, epochs, losses, color=color, linestyle=linestyle, label=title)
+    axis.set(xlabel='epoch', ylabel='validation loss')
+    axis.legend()
+    figure.savefig(path)
+
+
+if __name__ == '__main__':
+    main()

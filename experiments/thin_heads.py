@@ -1,0 +1,131 @@
+"""How wide should the heads of phase 2 be? Accuracy against training time: python experiments/thin_heads.py
+
+The task of examples/two_phase.py (digits at a random place on a canvas, 400 training images), kernels 3 and 5, 5 seeds.
+Every choice of heads starts from the same phase-1 models, converted exactly, and has its own best learning rate by the
+validation images of one more seed; the test images choose nothing. About 45 minutes on 2 cores.
+
+The output folder gets the table and the plot. What was stopped goes on where it stopped.
+"""
+import argparse
+from pathlib import Path
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+import timm
+import torch
+from common.data import CANVAS
+from common.options import make_parser, positive_float, positive_int
+from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
+from common.runs import Result, Run, best_rates, run_all, top1
+from common.timing import step_seconds
+from common.training import BATCH_SIZE, Stage
+from torch import nn
+
+from timm_cmhsa.construction import plan_heads
+
+KERNELS = (3, 5)
+NUM_TRAIN = 400
+TUNING_SEED = 100
+SHAPE: Dict[str, Any] = dict(img_size=CANVAS, patch_size=8, in_chans=1, hidden_chans=1, depth=4, num_classes=10)
+
+
+class Heads(NamedTuple):
+    """Heads of this width (None: that of a token), as many as the kernel needs, and some to spare."""
+    title: str
+    head_dim: Optional[int] = None
+    spare: int = 0
+
+
+CHOICES = (
+    Heads('as wide as a token'),
+    Heads('a quarter as wide', head_dim=16),
+    Heads('an eighth as wide', head_dim=8),
+    Heads('an eighth as wide, 6 spare', head_dim=8, spare=6),
+)
+
+Results = Dict[Tuple[Heads, int], List[Result]]  # by heads and kernel
+
+
+def main() -> None:
+    args = parse_args()
+    candidates = {heads.title: {rate: [plan(heads, kernel, rate, TUNING_SEED, args.epochs) for kernel in KERNELS]
+                                for rate in args.learning_rates} for heads in CHOICES}
+    rates = best_rates(candidates, args.output / 'runs')
+    runs = {(heads, kernel): [plan(heads, kernel, rates[heads.title], seed, args.epochs)
+                              for seed in range(args.seeds)] for heads in CHOICES for kernel in KERNELS}
+    results = run_all(runs, args.output / 'runs', 'heads')
+    seconds = time_shapes()
+    table = markdown(results, rates, seconds)
+    write_whole(args.output / 'thin_heads.md', table)
+    print(table)
+    plot(results, seconds, args.output / 'thin_heads.png')
+
+
+def parse_args() -> argparse.Namespace:
+    parser = make_parser(__doc__, 'thin_heads', seeds=5)
+    add = parser.add_argument
+    add('--epochs', type=positive_int, default=80, help='epochs of each phase (default: %(default)s)')
+    add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
+        help='that every choice of heads chooses from (default: %(default)s)')
+    return parser.parse_args()
+
+
+def plan(heads: Heads, kernel: int, rate: float, seed: int, epochs: int) -> Run:
+    """Plan phase 2 with these heads, from phase 1 with this kernel."""
+    conv = f'cmhsa_conv_k{kernel}'
+    phase1 = Stage('phase1', conv, conv, SHAPE, epochs, lr=3e-3)
+    phase2 = Stage('phase2', heads.title, 'cmhsa_attn', model_args(heads, kernel), epochs, lr=rate)
+    return Run(phase2, NUM_TRAIN, seed, phase1=Run(phase1, NUM_TRAIN, seed))
+
+
+def model_args(heads: Heads, kernel: int) -> Dict[str, Any]:
+    """Return the arguments of a phase-2 model with as many heads as the kernel needs, and the spare ones."""
+    conv = nn.Conv2d(SHAPE['hidden_chans'], SHAPE['hidden_chans'], kernel, padding=kernel // 2)
+    needed = plan_heads(conv, SHAPE['patch_size'], CANVAS // SHAPE['patch_size'], head_dim=heads.head_dim)
+    return dict(SHAPE, num_heads=len(needed) + heads.spare, head_dim=heads.head_dim)
+
+
+def shape(heads: Heads, kernel: int) -> str:
+    """Return number and width of the heads, such as '9 of d'."""
+    return f"{model_args(heads, kernel)['num_heads']} of {heads.head_dim or 'd'}"
+
+
+def time_shapes() -> Dict[str, float]:
+    """Measure the seconds of a training step of phase 2 with all heads, by `shape`."""
+    models: Dict[str, nn.Module] = {
+        shape(heads, kernel): timm.create_model('cmhsa_attn', **model_args(heads, kernel))
+        for heads in CHOICES for kernel in KERNELS}
+    return step_seconds(models, torch.randn(BATCH_SIZE, SHAPE['in_chans'], CANVAS, CANVAS), repeats=50)
+
+
+def markdown(results: Results, rates: Dict[str, float], seconds: Dict[str, float]) -> str:
+    head = [f'K = {kernel}, {what}' for kernel in KERNELS for what in ('heads', 'start', 'end', 'step, ms')]
+    rows = []
+    for heads in CHOICES:
+        cells = [heads.title, f'{rates[heads.title]:g}']
+        for kernel in KERNELS:
+            seeds, title = results[heads, kernel], shape(heads, kernel)
+            cells += [title, *(spread(top1(seeds, when)) for when in ('before', 'test')), f'{1e3 * seconds[title]:.1f}']
+        rows.append(cells)
+    return markdown_table(['heads of phase 2', 'learning rate', *head], rows) + (
+        f'\nTop-1 on the test images, mean ± standard deviation over {len(seeds)} seeds, %, before and after phase 2; '
+        'median time of a training step.\n')
+
+
+def plot(results: Results, seconds: Dict[str, float], path: Path) -> None:
+    """Draw validation accuracy over the training time of phase 2: mean and range of the seeds."""
+    figure, axes = make_figure((10, 4), len(KERNELS), sharey=True)
+    for axis, kernel in zip(axes, KERNELS):
+        for heads in CHOICES:
+            histories = [result['history'] for result in results[heads, kernel]]
+            step = seconds[shape(heads, kernel)]
+            times = [row['epoch'] * (NUM_TRAIN // BATCH_SIZE) * step for row in histories[0]]
+            curves = [[row['top1'] for row in history] for history in histories]
+            plot_mean_and_range(axis, times, curves, label=heads.title)
+        axis.set(title=f'K = {kernel}', xlabel='training time of phase 2, s')
+    axes[0].set_ylabel('top-1 accuracy, validation, %')
+    axes[-1].legend()
+    figure.savefig(path)
+
+
+if __name__ == '__main__':
+    main()
