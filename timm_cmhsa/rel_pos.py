@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from timm.models import register_notrace_function
 from torch import nn
 
+Grid = Tuple[int, int]  # patches per image side, (h, w)
+
 
 @torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
 @register_notrace_function
@@ -47,10 +49,10 @@ class RelPos(nn.Module):
     """
     name: str
     depends_on_queries = False
-    grid_size: Tuple[int, int]  # patches per image side, (h, w)
+    grid_size: Grid
     zero_key_bias: Optional[nn.Parameter]
 
-    def __init__(self, grid_size: Tuple[int, int], num_heads: int) -> None:
+    def __init__(self, grid_size: Grid, num_heads: int) -> None:
         super().__init__()
         self.grid_size, self.num_heads = grid_size, num_heads
 
@@ -58,7 +60,7 @@ class RelPos(nn.Module):
         if self.zero_key_bias is not None:
             nn.init.zeros_(self.zero_key_bias)
 
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+    def set_grid_size(self, grid_size: Grid) -> None:
         """Change the grid. An offset means the same at any grid size, so it keeps its bias."""
         self.grid_size = grid_size
 
@@ -80,7 +82,7 @@ class OffsetRelPos(RelPos):
     offsets: torch.Tensor  # every offset, key minus query, from (h - 1, w - 1) down to (1 - h, 1 - w)
     position: torch.Tensor  # of every patch; position[query] - position[key] numbers the offset between them
 
-    def __init__(self, grid_size: Tuple[int, int], num_heads: int, device: Any = None) -> None:
+    def __init__(self, grid_size: Grid, num_heads: int, device: Any = None) -> None:
         super().__init__(grid_size, num_heads)
         self._register_offsets(device)
 
@@ -101,7 +103,7 @@ class OffsetRelPos(RelPos):
         """Fill the buffers that no checkpoint holds, after creation on the meta device (timm's protocol)."""
         self._register_offsets(self.position.device)
 
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+    def set_grid_size(self, grid_size: Grid) -> None:
         super().set_grid_size(grid_size)
         self._register_offsets(self.position.device)
 
@@ -139,8 +141,7 @@ class RelPosTable(OffsetRelPos):
     """
     name = 'table'
 
-    def __init__(
-            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+    def __init__(self, grid_size: Grid, num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
         super().__init__(grid_size, num_heads, dd.get('device'))
         num_offsets = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1)
         self.relative_position_bias_table = nn.Parameter(torch.empty(num_offsets, num_heads, **dd))
@@ -151,7 +152,7 @@ class RelPosTable(OffsetRelPos):
         super().reset_parameters()
         nn.init.trunc_normal_(self.relative_position_bias_table, std=.02)
 
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+    def set_grid_size(self, grid_size: Grid) -> None:
         table = self.relative_position_bias_table
         resized = resize_bias_table(table.detach(), self.grid_size, grid_size)
         self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
@@ -177,8 +178,7 @@ class QuadraticRelPos(OffsetRelPos):
     """
     name = 'quadratic'
 
-    def __init__(
-            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+    def __init__(self, grid_size: Grid, num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
         super().__init__(grid_size, num_heads, dd.get('device'))
         self.center = nn.Parameter(torch.empty(num_heads, 2, **dd))
         self.inv_std = nn.Parameter(torch.empty(num_heads, *self.unit_inv_std().shape, **dd))
@@ -242,8 +242,7 @@ class LearnedRelPos(OffsetRelPos):
     """
     name = 'learned'
 
-    def __init__(
-            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+    def __init__(self, grid_size: Grid, num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
         super().__init__(grid_size, num_heads, dd.get('device'))
         self.row_embed = nn.Parameter(torch.empty(2 * grid_size[0] - 1, head_dim // 2, **dd))
         self.col_embed = nn.Parameter(torch.empty(2 * grid_size[1] - 1, head_dim - head_dim // 2, **dd))
@@ -257,7 +256,7 @@ class LearnedRelPos(OffsetRelPos):
         nn.init.normal_(self.col_embed)
         nn.init.normal_(self.head_vector, std=self.head_vector.shape[1] ** -0.5)  # for biases of about 1
 
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+    def set_grid_size(self, grid_size: Grid) -> None:
         self.row_embed = _resize_embed_parameter(self.row_embed, grid_size[0])
         self.col_embed = _resize_embed_parameter(self.col_embed, grid_size[1])
         super().set_grid_size(grid_size)
@@ -278,8 +277,7 @@ class LearnedContentRelPos(RelPos):
     name = 'learned_content'
     depends_on_queries = True
 
-    def __init__(
-            self, grid_size: Tuple[int, int], num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
+    def __init__(self, grid_size: Grid, num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
         super().__init__(grid_size, num_heads)
         self.row_embed = nn.Parameter(torch.empty(2 * grid_size[0] - 1, head_dim // 2, **dd))
         self.col_embed = nn.Parameter(torch.empty(2 * grid_size[1] - 1, head_dim - head_dim // 2, **dd))
@@ -291,7 +289,7 @@ class LearnedContentRelPos(RelPos):
         nn.init.normal_(self.row_embed)
         nn.init.normal_(self.col_embed)
 
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+    def set_grid_size(self, grid_size: Grid) -> None:
         self.row_embed = _resize_embed_parameter(self.row_embed, grid_size[0])
         self.col_embed = _resize_embed_parameter(self.col_embed, grid_size[1])
         super().set_grid_size(grid_size)
@@ -320,14 +318,7 @@ POINTABLE = ('table', 'quadratic', 'quadratic_gen')  # those with a `point_head`
 
 
 def create_rel_pos(
-        name: str,
-        grid_size: Tuple[int, int],
-        num_heads: int,
-        head_dim: int,
-        zero_key: bool = True,
-        device: Any = None,
-        dtype: Any = None,
-) -> RelPos:
+        name: str, grid_size: Grid, num_heads: int, head_dim: int, zero_key: bool = True, **dd: Any) -> RelPos:
     """Create a relative position encoding.
 
     Args:
@@ -336,13 +327,14 @@ def create_rel_pos(
         num_heads: Number of heads.
         head_dim: Width of the learned embeddings; the other encodings have no use for it.
         zero_key: Have a bias for the zero key.
+        **dd: Device and dtype.
 
     Raises:
         ValueError: If there is no encoding of this name.
     """
     if name not in ENCODINGS:
         raise ValueError(f'rel_pos={name!r} is not a relative position encoding: use {join_names(ENCODINGS)}.')
-    return ENCODINGS[name](grid_size, num_heads, head_dim, zero_key, device=device, dtype=dtype)
+    return ENCODINGS[name](grid_size, num_heads, head_dim, zero_key, **dd)
 
 
 def join_names(names: Iterable[str]) -> str:
@@ -351,7 +343,7 @@ def join_names(names: Iterable[str]) -> str:
     return f'{", ".join(rest)} or {last}'
 
 
-def resize_bias_table(table: torch.Tensor, grid_size: Tuple[int, int], new_grid_size: Tuple[int, int]) -> torch.Tensor:
+def resize_bias_table(table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
     """Pad a bias table with zeros, or crop it: ((2h - 1) * (2w - 1), num_heads) to ((2h' - 1) * (2w' - 1), num_heads).
 
     Interpolation would smear its one-hot entries.

@@ -1,4 +1,5 @@
 """The model card of a model on the Hugging Face Hub: what it is, how it was made, how to load it."""
+from importlib import resources
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import timm
@@ -23,34 +24,6 @@ DESCRIPTIONS = {
     PixelAttn: f'A Vision Transformer on single pixels, or small patches of them, after {CORDONNIER_LINK}: every head '
                'is as wide as the output and attends by relative position.',
 }
-USAGE = '''
-Loading needs the package timm_cmhsa: its import makes the architecture known to timm.
-
-```python
-import timm
-import timm_cmhsa
-import torch
-from PIL import Image
-
-model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()
-transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-image = Image.open('image.png').convert('{mode}')
-with torch.no_grad():
-    {output} = model(transform(image).unsqueeze(0)){function}
-```
-'''
-LI = '''@article{li2021can,
-  title={Can Vision Transformers Perform Convolution?},
-  author={Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui},
-  journal={arXiv preprint arXiv:2111.01353},
-  year={2021}
-}'''
-CORDONNIER = '''@inproceedings{cordonnier2020relationship,
-  title={On the Relationship between Self-Attention and Convolutional Layers},
-  author={Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin},
-  booktitle={International Conference on Learning Representations},
-  year={2020}
-}'''
 
 
 def model_card(
@@ -82,13 +55,13 @@ def model_card(
                 'Papers': CORDONNIER_LINK if by_pixel else LI_LINK,
                 'Made With': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
             },
-            'usage': USAGE.format(
+            'usage': _read('usage.md').format(
                 repo_id=repo_id,
                 mode={1: 'L', 2: 'LA', 3: 'RGB', 4: 'RGBA'}.get(model.in_chans, f'{model.in_chans} channels'),
                 output='probabilities' if classifies else 'features',
                 function='.softmax(dim=-1)' if classifies else '',
             ),
-            'citation': CORDONNIER if by_pixel else LI,
+            'citation': _read('cordonnier2020relationship.bib' if by_pixel else 'li2021can.bib'),
         },
         model_name=repo_id.split('/')[-1],
     )
@@ -104,6 +77,10 @@ def model_card(
         eval_results=_eval_results(task, datasets, results) if results else None,
     )
     return str(card)
+
+
+def _read(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text(encoding='utf-8').rstrip()
 
 
 def _model_details(model: Cmhsa, data_config: Mapping[str, Any]) -> Dict[str, Any]:
