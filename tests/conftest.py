@@ -16,8 +16,10 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 from timm.layers import set_fused_attn  # noqa: E402
 
-settings.register_profile('fixed', derandomize=True, deadline=None)
-settings.load_profile('fixed')
+# `pytest --hypothesis-profile thorough` tries more cases
+settings.register_profile('quick', derandomize=True, deadline=None, max_examples=25)
+settings.register_profile('thorough', derandomize=True, deadline=None, max_examples=300)
+settings.load_profile('quick')
 
 
 @pytest.fixture(autouse=True)

@@ -682,7 +682,8 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert lines[0] == (
-        f'{ATTN}: 3-channel images of 32 x 32 pixels (default of cmhsa_conv_k3_patch4_32), patches of 4 x 4, sharpness 40.2')
+        f'{ATTN}: 3-channel images of 32 x 32 pixels (default of cmhsa_conv_k3_patch4_32), patches of 4 x 4, '
+        'sharpness 40.2')
     assert lines[1].split() == ['layer', 'heads', 'used', 'largest', 'error', 'rms', 'error']
     assert [line.split()[:4] for line in lines[2:4]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(2)]
     assert lines[4].startswith('logits')

@@ -60,7 +60,7 @@ def convolutions(draw):
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 @given(convolutions())
 def test_rewrite_is_exact(case):
     conv, patch, grid, kwargs = case
@@ -266,7 +266,6 @@ def small_convolutions(draw):
     return conv, patch, grid
 
 
-@settings(max_examples=60, deadline=None)
 @given(small_convolutions(), st.integers(1, 4), st.integers(1, 5))
 def test_no_other_assignment_of_heads_to_offsets_does_better(case, num_heads, head_dim):
     conv, patch, grid = case
@@ -283,7 +282,6 @@ def test_no_other_assignment_of_heads_to_offsets_does_better(case, num_heads, he
     assert squared_error(conv, attn, patch, grid) == pytest.approx(best, rel=1e-9, abs=1e-15)
 
 
-@settings(max_examples=20, deadline=None)
 @given(small_convolutions())
 def test_more_or_wider_heads_are_never_worse(case):
     conv, patch, grid = case
@@ -294,7 +292,6 @@ def test_more_or_wider_heads_are_never_worse(case):
     assert errors[-1][-1] <= 1e-15
 
 
-@settings(max_examples=50, deadline=None)
 @given(small_convolutions(), st.integers(0, 3), st.integers(1, 12))
 def test_approximation_is_the_exact_rewrite_where_that_fits(case, spare, head_dim):
     conv, patch, grid = case

@@ -4,7 +4,7 @@ import copy
 import pytest
 import timm
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -29,10 +29,10 @@ def error(model, converted, dtype=torch.float32):
 
 
 @given(
-    kernel=st.sampled_from([1, 3, 5, (3, 7)]), patch=st.sampled_from([2, 4, (2, 3)]), grid=st.sampled_from([1, 2, (3, 2)]),
-    chans=st.sampled_from([(1, 1), (3, 3), (1, 4)]), head_dim=st.sampled_from([None, 3, 7]), fc_norm=st.booleans(),
-    pool=st.sampled_from(['avg', 'max', '']), seed=st.integers(0, 2 ** 16))
-@settings(max_examples=20)
+    kernel=st.sampled_from([1, 3, 5, (3, 7)]), patch=st.sampled_from([2, 4, (2, 3)]),
+    grid=st.sampled_from([1, 2, (3, 2)]), chans=st.sampled_from([(1, 1), (3, 3), (1, 4)]),
+    head_dim=st.sampled_from([None, 3, 7]), fc_norm=st.booleans(), pool=st.sampled_from(['avg', 'max', '']),
+    seed=st.integers(0, 2 ** 16))
 def test_any_model_is_rewritten_exactly(kernel, patch, grid, chans, head_dim, fc_norm, pool, seed):
     torch.manual_seed(seed)
     patch_2d, grid_2d = ((x, x) if isinstance(x, int) else x for x in (patch, grid))
@@ -99,7 +99,7 @@ def test_what_cannot_be_converted_is_told():
         convert_model(create('cmhsa_attn'))
     with pytest.raises(ValueError, match='resnet18 is not a phase-2 model: choose one of cmhsa_attn'):
         convert_model(create(), 'resnet18')
-    with pytest.raises(ValueError, match='num_heads=8 of head_dim=48 cannot express .* it takes 9 heads of 48'):
+    with pytest.raises(ValueError, match=r'num_heads=8 of head_dim=48 cannot express .* it takes 9 heads of 48'):
         convert_model(create(), num_heads=8)
     with pytest.raises(ValueError, match="rel_pos='learned' cannot express a convolution"):
         convert_model(create(), rel_pos='learned')

@@ -3,7 +3,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from timm.layers import set_fused_attn
 from torch import nn
@@ -48,7 +48,6 @@ def expected_bias(rel_pos, head, row, col, q):
 
 @pytest.mark.parametrize('name', ENCODINGS)
 @given(grid=pairs, num_heads=sizes, head_dim=st.integers(1, 5), zero_key=st.booleans(), seed=st.integers(0, 2 ** 16))
-@settings(max_examples=20)
 def test_bias_is_the_papers(name, grid, num_heads, head_dim, zero_key, seed):
     torch.manual_seed(seed)
     rel_pos = create_rel_pos(name, grid, num_heads, head_dim, zero_key, dtype=torch.float64)
@@ -79,7 +78,6 @@ def test_offset_bias_is_in_the_order_of_offsets(name):
 
 @pytest.mark.parametrize('name', ENCODINGS)
 @given(grid=pairs, new_grid=pairs)
-@settings(max_examples=20)
 def test_every_encoding_keeps_the_offsets_that_both_grids_know(name, grid, new_grid):
     rel_pos = create_rel_pos(name, grid, 2, 4).requires_grad_(False)
     nn.init.normal_(rel_pos.zero_key_bias)

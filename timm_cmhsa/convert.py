@@ -89,7 +89,7 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
     choices = timm.list_models('*cmhsa_attn*')
     if architecture not in choices:
         raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(choices)}.')
-    target = timm.create_model(architecture, device=torch.device('meta'))
+    target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
     default, mixer = target.blocks[0].attn, model.blocks[0].attn
     num_heads, head_dim = options.num_heads, options.head_dim
     if head_dim is None:
@@ -114,7 +114,7 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
 def matching_architecture(model: CmhsaConv) -> str:
     """Return the registered phase-2 model with tokens of this shape and heads as wide as they, or else `cmhsa_attn`."""
     for name in timm.list_models('cmhsa_attn*'):
-        target = timm.create_model(name, device=torch.device('meta'))
+        target = timm.create_model(name, depth=1, device=torch.device('meta'))
         shape = target.patch_embed.patch_size, target.hidden_chans, target.blocks[0].attn.head_dim
         if shape == (model.patch_embed.patch_size, model.hidden_chans, target.embed_dim):
             return name

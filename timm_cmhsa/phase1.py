@@ -75,7 +75,7 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
 def matching_phase1(patch_size: Tuple[int, int]) -> str:
     """Return the first registered phase-1 model with patches of this size."""
     for name in timm.list_models('cmhsa_conv*'):
-        if timm.create_model(name, device=torch.device('meta')).patch_embed.patch_size == patch_size:
+        if timm.create_model(name, depth=1, device=torch.device('meta')).patch_embed.patch_size == patch_size:
             return name
     raise CheckpointError('nothing tells the size of the images that the model was trained on: give the image size.')
 
