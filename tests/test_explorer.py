@@ -16,11 +16,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from timm_cmhsa.explorer import explorer_html
 
 from timm_cmhsa.analysis import attention_maps
 from timm_cmhsa.images import to_pixels
-from timm_cmhsa.plots import PlotError
+from timm_cmhsa.plots import PlotError, explorer_html
 
 BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
 DRIVER = shutil.which('chromedriver')

@@ -13,7 +13,6 @@ from timm.models import save_for_hf
 
 from timm_cmhsa.cli import plot_main as main
 from timm_cmhsa.plots import PlotError, in_order_of_training, load_model, plot_attention
-from timm_cmhsa.plots.data import choose_images
 
 KWARGS = dict(rel_pos='quadratic_gen', depth=2, num_heads=3)
 
@@ -152,9 +151,6 @@ def test_output_that_cannot_be_written(folder, tmp_path, capsys):
 
 
 def test_images_are_evenly_spaced_and_told_from_noise(folder, tmp_path):
-    model = load_model(folder / 'local')
-    assert choose_images(folder / 'images', model, 3).title == '3 images'
-    assert choose_images(None, model, 3).title == '8 images of random noise'
     for options in ({}, {'images': folder / 'images', 'num_images': 3}):
         paths = plot_attention(folder / 'local', tmp_path, html=True, **options)
         page = next(path for path in paths if path.suffix == '.html').read_text()

@@ -26,7 +26,7 @@ from timm_cmhsa.plots import (
     statistics_movement_figure,
 )
 from timm_cmhsa.plots import data as plot_data
-from timm_cmhsa.plots.draw import movement_figures
+from timm_cmhsa.plots.draw import draw_figures
 
 
 class TwoGrids(nn.Module):
@@ -199,15 +199,19 @@ def test_paths_lead_from_the_first_to_the_last_center(model):
 
 def test_movement_is_drawn_from_every_checkpoint(two_grids):
     model, images = two_grids
-    snapshots = []
+    attention, statistics, encodings = {}, {}, {}
     for title in ('first', 'middle', 'last'):
         nn.init.normal_(model.fine.rel_pos.relative_position_bias_table)
         nn.init.normal_(model.coarse.rel_pos.center)
-        snapshots.append(plot_data.take_snapshot(title, model, images, (0., 1.)))
-    figures = movement_figures(snapshots, '5 images')
-    assert set(figures) == {'movement_fine.png', 'movement_coarse.png', 'statistics_movement.png', 'center_paths.png'}
+        maps, statistics[title] = mean_attention(model, images)
+        attention[title] = {name: attention_from(one, (0., 1.)) for name, one in maps.items()}
+        encodings[title] = gaussians(model)
+    figures = draw_figures(attention, statistics, encodings, '5 images')
+    assert set(figures) == {
+        'attention.png', 'statistics.png', 'centers.png', 'movement_fine.png', 'movement_coarse.png',
+        'statistics_movement.png', 'center_paths.png'}
     shown = [axis.images[0].get_array() for axis in pictures(figures['movement_fine.png'])]
-    expected = [weights for snapshot in snapshots for weights in snapshot.attention['fine'].weights]
+    expected = [weights for layers in attention.values() for weights in layers['fine'].weights]
     np.testing.assert_allclose(shown, torch.stack(expected))
     assert not torch.equal(expected[0], expected[3])
     labels = [text.get_text().split('\n')[0] for axis in figures['movement_fine.png'].axes for text in axis.texts]
@@ -252,8 +256,8 @@ def test_a_model_in_memory_is_drawn(two_grids, tmp_path):
 
 def test_layers_without_heads_are_left_out(tmp_path):
     model = timm.create_model('test_pixel_attn', num_heads=[0, 2, 0, 3])
-    attention = plot_data.take_snapshot('a model', model, torch.randn(1, 3, 32, 32)).attention
-    assert list(attention) == ['blocks.1.attn', 'blocks.3.attn']
+    maps, _ = mean_attention(model, torch.randn(1, 3, 32, 32))
+    assert list(maps) == ['blocks.1.attn', 'blocks.3.attn']
     plot_attention(model, tmp_path, html=True)
     with pytest.raises(PlotError, match='no attention layer of the model has a head'):
         plot_attention(timm.create_model('test_pixel_attn', num_heads=0), tmp_path)
