@@ -117,11 +117,9 @@ def layers_to_draw(model: nn.Module, layer: Optional[str] = None) -> Dict[str, A
         raise PlotError(str(e)) from e
     if not layers:
         raise PlotError('no attention layer of the model has a head to look at.')
-    if layer is None:
-        return layers
-    if layer not in layers:
+    if layer is not None and layer not in layers:
         raise PlotError(f'there is no attention layer {layer!r}: choose one of {", ".join(layers)}.')
-    return {layer: layers[layer]}
+    return layers if layer is None else {layer: layers[layer]}
 
 
 def num_weights(layer: Any) -> int:

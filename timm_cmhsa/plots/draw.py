@@ -111,10 +111,8 @@ def draw_figures(attention: History, statistics: History, encodings: History, se
 
 def check_output(folder: Path) -> None:
     existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
-    if not existing.is_dir():
-        raise PlotError(f'{existing} is not a folder: choose another output.')
-    if not os.access(existing, os.W_OK):
-        raise PlotError(f'{existing} is not writable: choose another output.')
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise PlotError(f'{existing} is not a folder that can be written to: choose another output.')
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -117,8 +117,7 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
     handles += [Line2D([], [], color='black', label=f'{share} % contour', **line) for share, line in CONTOURS.items()]
     handles.append(Line2D([], [], color='black', marker='s', markerfacecolor='none', linestyle='', label='query'))
     if len(history) > 1:
-        handles.append(Line2D(
-            [], [], color='black', marker='o', markerfacecolor='white', linewidth=1.5, label='first checkpoint'))
+        handles.append(Line2D([], [], color='black', marker='o', markerfacecolor='white', label='first checkpoint'))
     figure.legend(handles=handles, loc='outside right upper', fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=10)
     return figure
@@ -147,8 +146,7 @@ def _reach(layers: Mapping[str, Gaussians]) -> float:
 def _draw_head(axis: Axes, history: List[Gaussians], head: int, color: Any) -> None:
     rows, cols = torch.stack([layer.center[head] for layer in history], dim=1).numpy()
     if len(history) > 1:
-        axis.plot(cols, rows, color=color, linewidth=1.5, zorder=3)
-        axis.plot(cols[:1], rows[:1], 'o', markersize=5, markerfacecolor='white', markeredgecolor=color, zorder=3)
+        axis.plot(cols, rows, 'o-', color=color, markersize=5, markerfacecolor='white', markevery=[0], zorder=3)
     axis.plot(cols[-1:], rows[-1:], 'o', markersize=4, color=color, zorder=3)
     for share, line in CONTOURS.items():
         lengths, directions = _semi_axes(history[-1], share)
