@@ -189,10 +189,11 @@ def test_paths_lead_from_the_first_to_the_last_center(model):
         history.append({name: layer._replace(center=layer.center + step) for name, layer in history[0].items()})
     figure = center_figure(history)
     for axis, name in zip(figure.axes, history[0]):
-        paths = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) == 3]
+        paths = [line for line in axis.lines if len(line.get_xydata()) == 3]
         assert len(paths) == 9
         for head, path in enumerate(paths):
-            np.testing.assert_allclose(path[:, ::-1], torch.stack([layers[name].center[head] for layers in history]))
+            assert (path.get_marker(), path.get_markevery()) == ('o', [0])  # a circle at the first alone
+            np.testing.assert_allclose(path.get_xydata()[:, ::-1], torch.stack([layers[name].center[head] for layers in history]))
         ellipse = next(patch for patch in axis.patches if isinstance(patch, Ellipse))
         np.testing.assert_allclose(ellipse.get_center()[::-1], history[-1][name].center[0])
 

@@ -116,7 +116,7 @@ def check_output(folder: Path) -> None:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write files into a folder, each whole or not at all: only when all are written, they get to their places."""
+    """Write files into a folder: all of them are complete before the first takes its place."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix='.', dir=folder) as partial:
