@@ -193,7 +193,8 @@ def test_paths_lead_from_the_first_to_the_last_center(model):
         assert len(paths) == 9
         for head, path in enumerate(paths):
             assert (path.get_marker(), path.get_markevery()) == ('o', [0])  # a circle at the first alone
-            np.testing.assert_allclose(path.get_xydata()[:, ::-1], torch.stack([layers[name].center[head] for layers in history]))
+            centers = torch.stack([layers[name].center[head] for layers in history])
+            np.testing.assert_allclose(path.get_xydata()[:, ::-1], centers)
         ellipse = next(patch for patch in axis.patches if isinstance(patch, Ellipse))
         np.testing.assert_allclose(ellipse.get_center()[::-1], history[-1][name].center[0])
 
