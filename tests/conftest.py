@@ -1,6 +1,7 @@
 import os
 import shutil
 import tempfile
+import zlib
 
 import pytest
 from hub_server import HubServer
@@ -34,9 +35,10 @@ def _fused_attn_restored():
 
 
 @pytest.fixture
-def hub(monkeypatch):
-    """The Hub, empty, with alice logged in."""
+def hub(request, monkeypatch):
+    """The Hub, empty, with alice logged in. Every test has weights of its own, since Xet uploads the same ones once."""
     HUB.reset()
+    torch.manual_seed(zlib.crc32(request.node.name.encode()))
     shutil.rmtree(os.path.join(HUB_HOME.name, 'hub'), ignore_errors=True)  # what huggingface_hub has fetched
     monkeypatch.setenv('HF_TOKEN', 'hf_alice')
     return HUB

@@ -16,11 +16,10 @@ from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import Select, WebDriverWait
-from timm_cmhsa.explorer import explorer_html
 
 from timm_cmhsa.analysis import attention_maps
 from timm_cmhsa.images import to_pixels
-from timm_cmhsa.plots import PlotError
+from timm_cmhsa.plots import PlotError, explorer_html
 
 BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
 DRIVER = shutil.which('chromedriver')
@@ -45,6 +44,13 @@ def shown():
     return model, images, attention_maps(model, images)
 
 
+@pytest.fixture(scope='module')
+def path(shown, tmp_path_factory):
+    path = tmp_path_factory.mktemp('page') / 'attention.html'
+    path.write_text(explorer_html(*shown[:2], TITLES), encoding='utf-8')
+    return path
+
+
 def page_data(page):
     return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', page, re.DOTALL)[1])
 
@@ -53,9 +59,9 @@ def decode(text, dtype, *shape):
     return torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype).reshape(shape).astype(np.float32))
 
 
-def test_stored_weights_are_right_to_half_a_step_of_the_largest(shown):
-    model, images, expected = shown
-    data = page_data(explorer_html(model, images, TITLES))
+def test_stored_weights_are_right_to_half_a_step_of_the_largest(shown, path):
+    expected = shown[2]
+    data = page_data(path.read_text())
     assert [layer['name'] for layer in data['layers']] == list(expected)
     for layer, maps in zip(data['layers'], expected.values()):
         assert tuple(layer['grid']) == (6, 8)
@@ -68,9 +74,9 @@ def test_stored_weights_are_right_to_half_a_step_of_the_largest(shown):
             torch.testing.assert_close(zero_key, maps.zero_key[image])
 
 
-def test_images_are_inlined(shown):
+def test_images_are_inlined(shown, path):
     model, images, _ = shown
-    data = page_data(explorer_html(model, images, TITLES))
+    data = page_data(path.read_text())
     assert [image['title'] for image in data['images']] == TITLES
     for image, pixels in zip(data['images'], to_pixels(images, model)):
         shown_image = Image.open(io.BytesIO(base64.b64decode(image['png'])))
@@ -78,11 +84,10 @@ def test_images_are_inlined(shown):
 
 
 def test_attention_by_position_alone_is_stored_once():
-    model = timm.create_model('test_pixel_attn')
-    images = torch.randn(4, 3, 32, 32)
-    assert [len(layer['maps']) for layer in page_data(explorer_html(model, images))['layers']] == [1] * 4
-    model = timm.create_model('test_pixel_attn', rel_pos='learned_content')
-    assert [len(layer['maps']) for layer in page_data(explorer_html(model, images))['layers']] == [4] * 4
+    images = torch.randn(3, 3, 32, 32)
+    for rel_pos, expected in (('quadratic', 1), ('learned_content', 3)):
+        model = timm.create_model('test_pixel_attn', depth=2, num_heads=2, rel_pos=rel_pos)
+        assert [len(layer['maps']) for layer in page_data(explorer_html(model, images))['layers']] == [expected] * 2
 
 
 def test_pages_that_no_browser_likes_are_refused():
@@ -111,10 +116,8 @@ def browser(tmp_path_factory):
 
 
 @pytest.fixture
-def page(shown, browser, tmp_path):
-    """The browser with a page just opened; in the end, nothing must have gone wrong in it."""
-    path = tmp_path / 'attention.html'
-    path.write_text(explorer_html(*shown[:2], TITLES), encoding='utf-8')
+def page(path, browser):
+    """The browser with the page just opened; in the end, nothing must have gone wrong in it."""
     browser.get_log('performance')
     browser.get(path.as_uri())
     wait(browser, lambda: colors(browser, '#map').any())
@@ -178,6 +181,7 @@ def check_shown(browser, maps, image, head, query, key):
     wait(browser, lambda: np.abs(colors(browser, '#map') - expected_colors(weights)).max() < 4)
 
 
+@pytest.mark.slow
 def test_weights_of_every_choice_are_those_of_the_model(shown, page):
     maps = list(shown[2].values())
     check_shown(page, maps[0], image=0, head=0, query=(3, 4), key=(0, 7))
@@ -192,6 +196,7 @@ def test_weights_of_every_choice_are_those_of_the_model(shown, page):
     check_shown(page, maps[2], image=2, head=3, query=(5, 0), key=(0, 0))
 
 
+@pytest.mark.slow
 def test_a_click_holds_the_query_and_another_lets_go(shown, page):
     point_at(page, 'image', 1, 2)
     ActionChains(page, duration=0).click().perform()
@@ -204,6 +209,7 @@ def test_a_click_holds_the_query_and_another_lets_go(shown, page):
     assert text(page, 'query') == 'row 5, column 5'
 
 
+@pytest.mark.slow
 def test_without_a_mouse_on_the_map_the_largest_weight_is_told(shown, page):
     weights = shown[2]['blocks.0.attn'].weights[0, 0, 3 * 8 + 4].view(6, 8)
     row, col = divmod(weights.argmax().item(), 8)
@@ -213,6 +219,7 @@ def test_without_a_mouse_on_the_map_the_largest_weight_is_told(shown, page):
     assert text(page, 'key') == f'on row {row + 1}, column {col + 1} (offset {offset}), the largest'
 
 
+@pytest.mark.slow
 def test_everything_can_be_done_with_the_keyboard(shown, page):
     maps = shown[2]['blocks.1.attn']
     page.find_element(By.CSS_SELECTOR, '#images input').send_keys(Keys.ARROW_RIGHT)
@@ -230,6 +237,7 @@ def test_everything_can_be_done_with_the_keyboard(shown, page):
     assert told == pytest.approx(weights[new_row * 8 + col].item(), abs=weights.max().item() / 509 + 5.1e-5)
 
 
+@pytest.mark.slow
 def test_small_maps_show_all_heads(shown, page):
     point_at(page, 'image', 2, 6)
     for head, weights in enumerate(shown[2]['blocks.0.attn'].weights[0, :, 2 * 8 + 6]):
@@ -238,6 +246,7 @@ def test_small_maps_show_all_heads(shown, page):
         wait(page, lambda canvas=canvas, expected=expected: np.abs(colors(page, canvas) - expected).max() < 4)
 
 
+@pytest.mark.slow
 def test_the_image_is_shown_and_can_lie_under_the_map(shown, page):
     pixels = to_pixels(shown[1], shown[0])[0].reshape(6, 4, 8, 4, 3)[:, 2, :, 2].numpy()  # 4 x 4 pixels a patch
     assert np.abs(colors(page, '#image') - pixels).max() <= 1
@@ -246,6 +255,7 @@ def test_the_image_is_shown_and_can_lie_under_the_map(shown, page):
     wait(page, lambda: np.abs(colors(page, '#map') - (0.65 * plain + 0.35 * pixels)).max() < 3)
 
 
+@pytest.mark.slow
 def test_titles_are_text(page):
     titles = [label.get_attribute('title') for label in page.find_elements(By.CSS_SELECTOR, '#images label')]
     assert titles == TITLES
@@ -253,6 +263,7 @@ def test_titles_are_text(page):
     assert page.find_element(By.TAG_NAME, 'html').get_attribute('lang') == 'en'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_the_page_fits_a_phone(shown, page, scheme):
     page.execute_cdp_cmd(

@@ -26,7 +26,7 @@ from timm_cmhsa.plots import (
     statistics_movement_figure,
 )
 from timm_cmhsa.plots import data as plot_data
-from timm_cmhsa.plots.draw import movement_figures
+from timm_cmhsa.plots.draw import draw_figures
 
 
 class TwoGrids(nn.Module):
@@ -54,7 +54,7 @@ def two_grids():
 @pytest.fixture(scope='module')
 def model():
     torch.manual_seed(0)
-    return timm.create_model('test_pixel_attn', rel_pos='quadratic_gen').eval()
+    return timm.create_model('test_pixel_attn', depth=2, rel_pos='quadratic_gen').eval()
 
 
 def pictures(figure):
@@ -159,7 +159,7 @@ def test_contours_hold_their_share_of_the_gaussian(rel_pos):
 
 def test_centers_lie_in_an_image_whose_rows_point_down(model):
     figure = center_figure([gaussians(model)])
-    assert [axis.get_title() for axis in figure.axes] == [f'blocks.{i}.attn' for i in range(4)]
+    assert [axis.get_title() for axis in figure.axes] == ['blocks.0.attn', 'blocks.1.attn']
     for axis, block in zip(figure.axes, model.blocks):
         dots = np.array([line.get_xydata()[-1] for line in axis.lines])
         np.testing.assert_allclose(dots[:, ::-1], block.attn.rel_pos.center.detach())
@@ -189,25 +189,31 @@ def test_paths_lead_from_the_first_to_the_last_center(model):
         history.append({name: layer._replace(center=layer.center + step) for name, layer in history[0].items()})
     figure = center_figure(history)
     for axis, name in zip(figure.axes, history[0]):
-        paths = [line.get_xydata() for line in axis.lines if len(line.get_xydata()) == 3]
+        paths = [line for line in axis.lines if len(line.get_xydata()) == 3]
         assert len(paths) == 9
         for head, path in enumerate(paths):
-            np.testing.assert_allclose(path[:, ::-1], torch.stack([layers[name].center[head] for layers in history]))
+            assert (path.get_marker(), path.get_markevery()) == ('o', [0])  # a circle at the first alone
+            centers = torch.stack([layers[name].center[head] for layers in history])
+            np.testing.assert_allclose(path.get_xydata()[:, ::-1], centers)
         ellipse = next(patch for patch in axis.patches if isinstance(patch, Ellipse))
         np.testing.assert_allclose(ellipse.get_center()[::-1], history[-1][name].center[0])
 
 
 def test_movement_is_drawn_from_every_checkpoint(two_grids):
     model, images = two_grids
-    snapshots = []
+    attention, statistics, encodings = {}, {}, {}
     for title in ('first', 'middle', 'last'):
         nn.init.normal_(model.fine.rel_pos.relative_position_bias_table)
         nn.init.normal_(model.coarse.rel_pos.center)
-        snapshots.append(plot_data.take_snapshot(title, model, images, (0., 1.)))
-    figures = movement_figures(snapshots, '5 images')
-    assert set(figures) == {'movement_fine.png', 'movement_coarse.png', 'statistics_movement.png', 'center_paths.png'}
+        maps, statistics[title] = mean_attention(model, images)
+        attention[title] = {name: attention_from(one, (0., 1.)) for name, one in maps.items()}
+        encodings[title] = gaussians(model)
+    figures = draw_figures(attention, statistics, encodings, '5 images')
+    assert set(figures) == {
+        'attention.png', 'statistics.png', 'centers.png', 'movement_fine.png', 'movement_coarse.png',
+        'statistics_movement.png', 'center_paths.png'}
     shown = [axis.images[0].get_array() for axis in pictures(figures['movement_fine.png'])]
-    expected = [weights for snapshot in snapshots for weights in snapshot.attention['fine'].weights]
+    expected = [weights for layers in attention.values() for weights in layers['fine'].weights]
     np.testing.assert_allclose(shown, torch.stack(expected))
     assert not torch.equal(expected[0], expected[3])
     labels = [text.get_text().split('\n')[0] for axis in figures['movement_fine.png'].axes for text in axis.texts]
@@ -251,12 +257,12 @@ def test_a_model_in_memory_is_drawn(two_grids, tmp_path):
 
 
 def test_layers_without_heads_are_left_out(tmp_path):
-    model = timm.create_model('test_pixel_attn', num_heads=[0, 2, 0, 3])
-    attention = plot_data.take_snapshot('a model', model, torch.randn(1, 3, 32, 32)).attention
-    assert list(attention) == ['blocks.1.attn', 'blocks.3.attn']
+    model = timm.create_model('test_pixel_attn', depth=3, num_heads=[0, 2, 1])
+    maps, _ = mean_attention(model, torch.randn(1, 3, 32, 32))
+    assert list(maps) == ['blocks.1.attn', 'blocks.2.attn']
     plot_attention(model, tmp_path, html=True)
     with pytest.raises(PlotError, match='no attention layer of the model has a head'):
-        plot_attention(timm.create_model('test_pixel_attn', num_heads=0), tmp_path)
+        plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
 
 
 def test_queries_outside_the_image_are_refused(model):

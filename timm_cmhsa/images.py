@@ -1,6 +1,6 @@
-"""Folders of images, as timm's validation would feed them to a model, and back to pixels to look at."""
+"""Images for a model: of a folder, as timm's validation would feed them, or noise; and back to pixels to look at."""
 from pathlib import Path
-from typing import Any, Dict, Iterable
+from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
 
 import torch
 from timm.data import ImageDataset, create_transform, resolve_data_config
@@ -9,21 +9,53 @@ from torch import nn
 from .cmhsa import Cmhsa
 from .files import CheckpointError
 
+NUM_NOISE_IMAGES = 8
+
 
 def data_config(model: nn.Module) -> Dict[str, Any]:
-    """How timm prepares the images of a model, by the channels and the size that the model really has."""
+    """Return how timm prepares the images of a model, by the channels and the size that the model really has."""
     config = resolve_data_config({}, model=model)
     if isinstance(model, Cmhsa):
         config['input_size'] = (model.in_chans, *model.patch_embed.img_size)
     in_chans = config['input_size'][0]
-    for key in ('mean', 'std'):  # a model of gray images can have inherited those of three channels
+    for key in ('mean', 'std'):  # a model of grey images can have inherited those of three channels
         if len(config[key]) != in_chans:
             config[key] = (sum(config[key]) / len(config[key]),) * in_chans
     return config
 
 
+def choose_images(
+        images: Optional[Union[torch.Tensor, str, Path]],
+        model: nn.Module,
+        num_images: int,
+) -> Tuple[torch.Tensor, List[str], str]:
+    """Return images for a model, the name of each and that of all: those given, some of a folder, or random noise."""
+    if images is None:
+        size = (NUM_NOISE_IMAGES, *data_config(model)['input_size'])
+        pixels = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        names = [f'noise {i + 1}' for i in range(len(pixels))]
+    elif isinstance(images, torch.Tensor):
+        pixels = images
+        names = [f'image {i + 1}' for i in range(len(pixels))]
+    else:
+        dataset = image_dataset(Path(images), model)
+        indices = evenly_spaced(len(dataset), num_images)
+        pixels = read_images(dataset, Path(images), indices)
+        names = [dataset.filename(i) for i in indices]
+    title = '1 image' if len(names) == 1 else f'{len(names)} images'
+    if images is None:
+        title += ' of random noise'
+    return pixels.to(next(model.parameters())), names, title  # to the model's device and type
+
+
+def evenly_spaced(total: int, count: int) -> List[int]:
+    """Return so many numbers below the total, or all: of files sorted by class, some of every class."""
+    count = min(count, total)
+    return [i * total // count for i in range(count)]
+
+
 def image_dataset(folder: Path, model: nn.Module) -> ImageDataset:
-    """All images of a folder and the folders in it, prepared for a model.
+    """Open all images of a folder and the folders in it, prepared for a model.
 
     Raises:
         CheckpointError: If there are none, or the model takes other inputs.
@@ -42,7 +74,7 @@ def image_dataset(folder: Path, model: nn.Module) -> ImageDataset:
 
 
 def read_images(dataset: ImageDataset, folder: Path, indices: Iterable[int]) -> torch.Tensor:
-    """Some of its images: shape (B, C, H, W).
+    """Read some of its images, of shape (B, C, H, W).
 
     Raises:
         CheckpointError: If they cannot be read.
@@ -58,7 +90,7 @@ def _unreadable(folder: Path, error: Exception) -> CheckpointError:
 
 
 def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:
-    """Colours of a model's input images of shape (B, C, H, W): (B, H, W, 3), uint8."""
+    """Return the colours of a model's input images, (B, C, H, W), as (B, H, W, 3) of type uint8."""
     config = data_config(model)
     mean, std = (images.new_tensor(config[key]).view(-1, 1, 1) for key in ('mean', 'std'))
     pixels = images.float() * std + mean

@@ -11,10 +11,9 @@ from torch import nn
 
 from ..analysis import AttentionMaps, attention_maps
 from ..images import to_pixels
-from ..pixel import PositionalAttention, PositionalContentAttention
-from .data import PlotError, layers_to_draw, num_weights
+from ..pixel import PositionalAttention
+from .data import PlotError, layers_to_draw, model_name, num_weights
 
-NUM_IMAGES = 4  # that make a page worth to look at
 MAX_PAGE_BYTES = 64 * 2 ** 20
 STEPS = 255  # a weight is stored as a share of the largest of its map, in so many steps
 
@@ -35,52 +34,38 @@ def explorer_html(
         titles: Names of the images.
         layers: Names of the layers to show; by default all.
 
-    Returns:
-        The page, with everything in it.
-
     Raises:
-        PlotError: If the page would be too large, or the model has no such layer.
+        PlotError: If the page would be too large, or the model has no attention.
     """
     shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
-    _check_size(shown, len(images))
-    contents: Dict[str, Dict[str, Any]] = {}
-    for image in images.split(1):
-        for name, maps in attention_maps(model, image).items():
-            if name not in shown:
-                continue
-            if name not in contents:
-                contents[name] = {
-                    'name': name, 'grid': maps.grid_size, 'heads': maps.weights.shape[1], 'maps': []}
-            if not contents[name]['maps'] or not _is_same_for_all_images(shown[name]):
-                contents[name]['maps'].append(_encode_maps(maps))
-    data = {
-        'model': getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__,
-        'steps': STEPS,
-        'images': [
-            {'title': title, 'png': _png(pixels)}
-            for title, pixels in zip(titles or _default_titles(len(images)), to_pixels(images, model))],
-        'layers': list(contents.values()),
-    }
-    page = resources.files(__package__).joinpath('explorer.html').read_text(encoding='utf-8')
-    # no title can end the script that the data is in
-    return page.replace('{{data}}', json.dumps(data).replace('<', '\\u003c'))
-
-
-def _check_size(layers: Dict[str, Any], num_images: int) -> None:
-    size = sum(num_weights(layer) * (1 if _is_same_for_all_images(layer) else num_images) for layer in layers.values())
-    size = size * 4 // 3  # base64
+    # Attention by position alone is the same for all images.
+    num_maps = {name: 1 if type(layer) is PositionalAttention else len(images) for name, layer in shown.items()}
+    size = sum(num_maps[name] * num_weights(layer) for name, layer in shown.items()) * 4 // 3  # base64
     if size > MAX_PAGE_BYTES:
         raise PlotError(
             f'the page would be {size / 2 ** 20:.0f} MB large, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
             'take fewer images, a smaller input or fewer layers.')
-
-
-def _is_same_for_all_images(layer: nn.Module) -> bool:
-    return isinstance(layer, PositionalAttention) and not isinstance(layer, PositionalContentAttention)
+    encoded: Dict[str, List[Dict[str, Optional[str]]]] = {}
+    for i, image in enumerate(images.split(1)):
+        for name, maps in attention_maps(model, image).items():
+            if name in shown and i < num_maps[name]:
+                encoded.setdefault(name, []).append(_encode_maps(maps))
+    titles = titles or [f'image {i + 1}' for i in range(len(images))]
+    data: Dict[str, Any] = {
+        'model': model_name(model),
+        'steps': STEPS,
+        'images': [{'title': title, 'png': _png(pixels)} for title, pixels in zip(titles, to_pixels(images, model))],
+        'layers': [
+            {'name': name, 'grid': shown[name].grid_size, 'heads': shown[name].num_heads, 'maps': maps}
+            for name, maps in encoded.items()],
+    }
+    page = resources.files(__package__).joinpath('explorer.html').read_text(encoding='utf-8')
+    # No title can end the script that the data is in.
+    return page.replace('{{data}}', json.dumps(data).replace('<', '\\u003c'))
 
 
 def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
-    """Maps of one image: weights as shares of the largest, this scale, and the zero key's weight, by head and query."""
+    """Encode the maps of one image, by head and query: weights as shares of the largest, this scale, and zero keys."""
     weights = maps.weights[0]
     scale = weights.amax(dim=-1)
     shares = weights / scale.clamp(min=torch.finfo(scale.dtype).tiny).unsqueeze(-1)
@@ -92,7 +77,7 @@ def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
 
 
 def _base64(tensor: torch.Tensor) -> str:
-    array = tensor.contiguous().cpu().numpy()
+    array = tensor.cpu().numpy()
     return base64.b64encode(array.astype(array.dtype.newbyteorder('<')).tobytes()).decode()
 
 
@@ -100,7 +85,3 @@ def _png(pixels: torch.Tensor) -> str:
     buffer = io.BytesIO()
     Image.fromarray(pixels.numpy()).save(buffer, format='PNG')
     return base64.b64encode(buffer.getvalue()).decode()
-
-
-def _default_titles(num_images: int) -> List[str]:
-    return [f'image {i + 1}' for i in range(num_images)]

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from timm.models import save_for_hf
 
 from timm_cmhsa.cli import plot_main as main
+from timm_cmhsa.files import CheckpointError
+from timm_cmhsa.images import choose_images
 from timm_cmhsa.plots import PlotError, in_order_of_training, load_model, plot_attention
-from timm_cmhsa.plots.data import choose_images
 
 KWARGS = dict(rel_pos='quadratic_gen', depth=2, num_heads=3)
 
@@ -45,42 +46,49 @@ def folder(tmp_path_factory):
     return folder
 
 
-def run(*arguments):
-    command = Path(sys.executable).with_name('plot_attention')
-    return subprocess.run([command, *map(str, arguments)], capture_output=True, text=True)
+def is_drawn(path):
+    return len(Image.open(path).convert('RGB').getcolors(1 << 24)) > 50
 
 
-def test_checkpoints_of_a_training_become_pictures_of_its_movement(folder, tmp_path):
-    checkpoints = [folder / f'checkpoint-{epoch}.pth.tar' for epoch in range(3)]
-    result = run(*checkpoints, '--output', tmp_path / 'out', '--images', folder / 'images', '--html')
-    assert result.returncode == 0, result.stderr
+def test_checkpoints_of_a_training_become_pictures_of_its_movement(folder, tmp_path, capsys):
+    checkpoints = [str(folder / f'checkpoint-{epoch}.pth.tar') for epoch in range(2)]
+    assert main([*checkpoints, '--output', str(tmp_path / 'out'), '--images', str(folder / 'images'), '--html']) == 0
     names = [
         'attention.png', 'attention_image.png', 'statistics.png', 'centers.png', 'movement_blocks.0.attn.png',
         'movement_blocks.1.attn.png', 'statistics_movement.png', 'center_paths.png', 'attention.html']
-    assert sorted(result.stdout.split()) == sorted(str(tmp_path / 'out' / name) for name in names)
+    assert sorted(capsys.readouterr().out.split()) == sorted(str(tmp_path / 'out' / name) for name in names)
     assert {path.name for path in (tmp_path / 'out').iterdir()} == set(names)
-    for name in names[:-1]:
-        image = Image.open(tmp_path / 'out' / name)
-        assert min(image.size) > 200
-        assert len(image.convert('RGB').getcolors(1 << 24)) > 50
+    assert all(is_drawn(tmp_path / 'out' / name) for name in names[:-1])
 
 
-def test_one_layer_of_one_checkpoint(folder, tmp_path, capsys):
-    assert main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path), '--layer', 'blocks.1.attn']) == 0
-    assert {path.name for path in tmp_path.iterdir()} == {'attention.png', 'statistics.png', 'centers.png'}
-    one_layer = Image.open(tmp_path / 'attention.png').size
-    plot_attention(folder / 'checkpoint-0.pth.tar', tmp_path)
-    assert Image.open(tmp_path / 'attention.png').size[1] > one_layer[1]
+def test_the_installed_command_draws_a_checkpoint(folder, tmp_path):
+    command = [Path(sys.executable).with_name('plot_attention'), folder / 'local', '--output', tmp_path]
+    subprocess.run([*command, '--layer', 'blocks.0.attn'], check=True)
+    assert is_drawn(tmp_path / 'attention.png')
 
 
-def test_a_state_dict_needs_the_name_of_its_model(folder, tmp_path, capsys):
-    for name in ('plain.pth', 'plain.safetensors'):
-        assert main([str(folder / name), '--output', str(tmp_path / name)]) == 2
-        assert 'does not tell which model it is of' in capsys.readouterr().err
-        assert main([
-            str(folder / name), '--output', str(tmp_path / name), '--model', 'test_pixel_attn', '--model-kwargs',
-            'rel_pos=quadratic_gen', 'depth=2', 'num_heads=3']) == 0
-        assert (tmp_path / name / 'centers.png').exists()
+def test_one_layer_of_one_checkpoint_seen_on_noise(folder, tmp_path):
+    paths = plot_attention(folder / 'checkpoint-0.pth.tar', tmp_path, layer='blocks.1.attn', html=True)
+    assert {path.name for path in paths} == {'attention.png', 'statistics.png', 'centers.png', 'attention.html'}
+    page = (tmp_path / 'attention.html').read_text()
+    assert 'blocks.1.attn' in page
+    assert 'blocks.0.attn' not in page
+    assert [i for i in range(1, 9) if f'"title": "noise {i}"' in page] == [1, 3, 5, 7]
+    assert Image.open(tmp_path / 'attention.png').size[1] < 300  # one row of heads
+
+
+@pytest.mark.parametrize('name', ['plain.pth', 'plain.safetensors'])
+def test_a_state_dict_needs_the_name_of_its_model(name, folder):
+    with pytest.raises(CheckpointError, match='does not tell which model it is of'):
+        load_model(folder / name)
+    assert load_model(folder / name, 'test_pixel_attn', KWARGS).num_classes == 7
+
+
+def test_options_of_the_command_name_the_model(folder, tmp_path):
+    assert main([
+        str(folder / 'plain.pth'), '--output', str(tmp_path), '--model', 'test_pixel_attn', '--model-kwargs',
+        'rel_pos=quadratic_gen', 'depth=2', 'num_heads=3', '--layer', 'blocks.0.attn']) == 0
+    assert (tmp_path / 'centers.png').exists()
 
 
 def test_models_are_those_of_their_files(folder):
@@ -141,34 +149,38 @@ def test_no_checkpoints_are_refused(tmp_path):
         plot_attention(sorted(tmp_path.glob('*.pth.tar')), tmp_path)
 
 
-def test_output_that_cannot_be_written(folder, tmp_path, capsys):
+def test_output_that_is_no_folder(folder, tmp_path):
     (tmp_path / 'file').touch()
-    assert main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path / 'file')]) == 2
-    assert 'file is not a folder: choose another output' in capsys.readouterr().err
-    (tmp_path / 'out' / 'attention.png').mkdir(parents=True)
-    assert main([str(folder / 'checkpoint-0.pth.tar'), '--output', str(tmp_path / 'out')]) == 2
-    assert 'cannot be written' in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / 'out').iterdir()] == ['attention.png'], 'no partial file is left'
+    for output in ('file', 'file/in/it'):
+        with pytest.raises(PlotError, match='file is not a folder that can be written to: choose another output'):
+            plot_attention(folder / 'nowhere.pth', tmp_path / output)
 
 
-def test_images_are_evenly_spaced_and_told_from_noise(folder, tmp_path):
+def test_files_that_cannot_be_written_leave_nothing_partial(folder, tmp_path):
+    (tmp_path / 'attention.png').mkdir()
+    with pytest.raises(PlotError, match='cannot be written'):
+        plot_attention(folder / 'local', tmp_path, layer='blocks.0.attn')
+    assert [path.name for path in tmp_path.iterdir()] == ['attention.png']
+
+
+def test_images_are_evenly_spaced_and_told_from_noise(folder):
     model = load_model(folder / 'local')
-    assert choose_images(folder / 'images', model, 3).title == '3 images'
-    assert choose_images(None, model, 3).title == '8 images of random noise'
-    for options in ({}, {'images': folder / 'images', 'num_images': 3}):
-        paths = plot_attention(folder / 'local', tmp_path, html=True, **options)
-        page = next(path for path in paths if path.suffix == '.html').read_text()
-        names = ['a/a.png', 'b/b.png', 'd/d.png'] if options else [f'noise {i}' for i in (1, 3, 5, 7)]
-        assert all(f'"title": "{name}"' in page for name in names)
-        assert (tmp_path / 'attention_image.png').exists() == bool(options)
+    pixels, names, title = choose_images(folder / 'images', model, 3)
+    assert pixels.shape == (3, 3, 32, 32)
+    assert (names, title) == (['a/a.png', 'b/b.png', 'd/d.png'], '3 images')
+    assert choose_images(folder / 'images', model, 1)[1:] == (['a/a.png'], '1 image')
+    assert choose_images(None, model, 3)[1:] == ([f'noise {i + 1}' for i in range(8)], '8 images of random noise')
 
 
-def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path):
-    code = 'import sys; sys.modules["matplotlib"] = None; from timm_cmhsa.cli import plot_main; sys.exit(plot_main())'
-    command = [sys.executable, '-W', 'ignore', '-c', code, folder / 'local', '--output', tmp_path / 'out']
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 2
-    assert result.stderr == "plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'\n"
+def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path, capsys, monkeypatch):
+    for name in list(sys.modules):
+        if name.startswith('timm_cmhsa.plots'):
+            monkeypatch.delitem(sys.modules, name)
+        elif name.startswith('matplotlib'):
+            monkeypatch.setitem(sys.modules, name, None)
+    assert main([str(folder / 'local'), '--output', str(tmp_path / 'out')]) == 2
+    assert capsys.readouterr().err == (
+        "plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'\n")
     assert not (tmp_path / 'out').exists()
 
 
