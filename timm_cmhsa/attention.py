@@ -18,7 +18,7 @@ from .efficient import (
     multiplications,
 )
 from .patches import Size2d
-from .rel_pos import OffsetRelPos, QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import QuadraticRelPos, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -119,8 +119,8 @@ class RelPosAttention(Attention):
         q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])  # the zero key
         dropout_p = self.attn_drop.p if self.training else 0.
-        if not torch.jit.is_scripting() and self.can_chunk() and attn_mask is None and not is_causal:
-            x = self.attend_in_chunks(q, k, v, dropout_p)
+        if not torch.jit.is_scripting() and self.can_chunk(attn_mask, is_causal):
+            x = chunked_attention(q, k, v, self.rel_pos, self.chunk_size, dropout_p)
         else:
             attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
             if self.fused_attn and not is_onnx_export():
@@ -156,15 +156,9 @@ class RelPosAttention(Attention):
             and is_plain_linear(self.qkv) and is_plain_linear(self.proj))
 
     @torch.jit.unused
-    def can_chunk(self) -> bool:
-        """Return whether queries attend in chunks, unless somebody looks at maps."""
-        return self.chunk_size is not None and self.fused_attn
-
-    @torch.jit.unused
-    def attend_in_chunks(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float) -> torch.Tensor:
-        assert isinstance(self.rel_pos, OffsetRelPos)
-        assert self.chunk_size is not None
-        return chunked_attention(q, k, v, self.rel_pos.gather_bias, self.chunk_size, dropout_p)
+    def can_chunk(self, attn_mask: Optional[torch.Tensor] = None, is_causal: bool = False) -> bool:
+        """Return whether queries attend in chunks: unless there is a mask, or somebody looks at maps."""
+        return self.chunk_size is not None and self.fused_attn and attn_mask is None and not is_causal
 
     def default_form(self) -> Tuple[bool, Optional[int]]:
         """Return what is cheapest for the shapes of this layer: `absorb` and `chunk_size`."""

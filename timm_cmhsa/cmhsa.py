@@ -149,21 +149,14 @@ def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
 class CmhsaConv(Cmhsa):
     """Phase 1: every attention replaced by a K x K convolution over the whole image, the patch projection fixed."""
 
-    def __init__(
-            self,
-            *,
-            kernel_size: Size2d = 3,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
-            **kwargs: Any,
-    ) -> None:
+    def __init__(self, *, kernel_size: Size2d = 3, **kwargs: Any) -> None:
         """
         Args:
             kernel_size: Kernel of the convolutions, odd.
             **kwargs: See `Cmhsa`.
         """
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(**kwargs, **dd)
+        super().__init__(**kwargs)
+        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         patch_size, grid_size = self.patch_embed.patch_size, self.patch_embed.grid_size
         self.patch_embed.proj = PatchReshape(patch_size, self.in_chans, self.hidden_chans)
         for block in self.blocks:
@@ -185,8 +178,6 @@ class CmhsaAttn(Cmhsa):
             head_dim: Optional[int] = None,
             qkv_bias: bool = True,
             rel_pos: str = 'table',
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
             **kwargs: Any,
     ) -> None:
         """
@@ -197,8 +188,8 @@ class CmhsaAttn(Cmhsa):
             rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'.
             **kwargs: See `Cmhsa`.
         """
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(**kwargs, **dd)
+        super().__init__(**kwargs)
+        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
             block.attn = RelPosAttention(
                 self.embed_dim,
@@ -277,15 +268,15 @@ def _source_grid_size(model: Cmhsa, table_length: int) -> Optional[Tuple[int, in
     return None
 
 
-def _create_cmhsa(model_cls: Type[Cmhsa], variant: str, pretrained: bool = False, **kwargs: Any) -> Cmhsa:
-    out_indices = kwargs.pop('out_indices', 3)
+def create_cmhsa(cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> Any:
+    """Build a registered model; `kwargs` overrule the variant's `defaults`."""
     return build_model_with_cfg(
-        model_cls,
+        cls,
         variant,
         pretrained,
         pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **kwargs,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **{**defaults, **kwargs},
     )
 
 
@@ -320,79 +311,72 @@ default_cfgs = generate_default_cfgs({
     'test_cmhsa_attn': _cfg(**_SMALL),
 })
 
+_PATCH4_32 = dict(img_size=32, patch_size=4, hidden_chans=12)
+_TEST = dict(img_size=32, patch_size=4, depth=4)
+
 
 @register_model
 def cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase: 6 blocks of width 768 with 3 x 3 convolutions (Section 4.1). """
-    model_args = dict(kernel_size=3)
-    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k3', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k3', pretrained, kwargs, kernel_size=3)
 
 
 @register_model
 def cmhsa_conv_k5(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-5, convolution phase: 6 blocks of width 768 with 5 x 5 convolutions (Section 4.1). """
-    model_args = dict(kernel_size=5)
-    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k5', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k5', pretrained, kwargs, kernel_size=5)
 
 
 @register_model
 def cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase: 6 blocks of width 768 with 9 heads of 768 (Section 4.1). """
-    model_args = dict(num_heads=9, head_dim=None)
-    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaAttn, 'cmhsa_attn', pretrained, kwargs)
 
 
 @register_model
 def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, with 16 thin heads of 96: as many as 3 x 3 and 5 x 5 convolutions need. """
-    model_args = dict(num_heads=16, head_dim=96)
-    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x96', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x96', pretrained, kwargs, num_heads=16, head_dim=96)
 
 
 @register_model
 def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
-    model_args = dict(kernel_size=3, img_size=32, patch_size=4, hidden_chans=12)
-    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k3_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k3_patch4_32', pretrained, kwargs, kernel_size=3, **_PATCH4_32)
 
 
 @register_model
 def cmhsa_conv_k5_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-5, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
-    model_args = dict(kernel_size=5, img_size=32, patch_size=4, hidden_chans=12)
-    return _create_cmhsa(CmhsaConv, 'cmhsa_conv_k5_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k5_patch4_32', pretrained, kwargs, kernel_size=5, **_PATCH4_32)
 
 
 @register_model
 def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 9 heads of 192. """
-    model_args = dict(num_heads=9, img_size=32, patch_size=4, hidden_chans=12)
-    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaAttn, 'cmhsa_attn_patch4_32', pretrained, kwargs, **_PATCH4_32)
 
 
 @register_model
 def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 16 thin heads of 48. """
-    model_args = dict(num_heads=16, head_dim=48, img_size=32, patch_size=4, hidden_chans=12)
-    return _create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x48_patch4_32', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(
+        CmhsaAttn, 'cmhsa_attn_16x48_patch4_32', pretrained, kwargs, num_heads=16, head_dim=48, **_PATCH4_32)
 
 
 @register_model
 def test_cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for unit tests. """
-    model_args = dict(kernel_size=3, img_size=32, patch_size=4, depth=4)
-    return _create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k3', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k3', pretrained, kwargs, kernel_size=3, **_TEST)
 
 
 @register_model
 def test_cmhsa_conv_k5(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-5, convolution phase, for unit tests. """
-    model_args = dict(kernel_size=5, img_size=32, patch_size=4, depth=4)
-    return _create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k5', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k5', pretrained, kwargs, kernel_size=5, **_TEST)
 
 
 @register_model
 def test_cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA, self-attention phase, for unit tests. """
-    model_args = dict(num_heads=9, img_size=32, patch_size=4, depth=4)
-    return _create_cmhsa(CmhsaAttn, 'test_cmhsa_attn', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(CmhsaAttn, 'test_cmhsa_attn', pretrained, kwargs, **_TEST)

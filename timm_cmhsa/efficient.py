@@ -5,14 +5,14 @@ tokens, it is cheaper to multiply W_q by W_k^T and W_v by W_o first. The tokens 
 and all heads share them, as in multi-query attention.
 """
 import copy
-from typing import Callable, Final, Optional, Tuple
+from typing import Final, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .rel_pos import RelPos, add_attn_mask
+from .rel_pos import OffsetRelPos, RelPos, add_attn_mask
 
 MAX_BIAS_ENTRIES = 2 ** 26  # of a layer and step: 256 MB in float32; beyond, queries attend in chunks
 KEY_PADDING = 8  # dimensions that `absorb_weights` adds to a key: it needs one, and GPUs prefer multiples of 8
@@ -49,17 +49,19 @@ def chunked_attention(
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
-        gather_bias: Callable[[int, int], torch.Tensor],
-        chunk_size: int,
+        rel_pos: RelPos,
+        chunk_size: Optional[int],
         dropout_p: float = 0.,
 ) -> torch.Tensor:
     """Attend from some queries at a time, so that memory grows with the tokens and not with their square.
 
     The backward pass computes every chunk again. Queries and result have shape (B, num_heads, N, head_dim), keys and
-    values one token more, the zero key; `gather_bias` returns the bias of the queries from start to stop.
+    values one token more, the zero key.
     """
+    assert isinstance(rel_pos, OffsetRelPos)
+    assert chunk_size is not None
     def attend_from(q: torch.Tensor, start: int) -> torch.Tensor:
-        attn_bias = gather_bias(start, start + q.shape[2])
+        attn_bias = rel_pos.gather_bias(start, start + q.shape[2])
         return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p)
 
     chunks = [(q[:, :, start:start + chunk_size], start) for start in range(0, q.shape[2], chunk_size)]
