@@ -131,3 +131,5 @@ def test_verification_finds_what_differs():
     assert changed.layers[1].error > 0.1
     assert changed.layers[1].heads_used == 0
     assert changed.logits_error > 0.01
+    nn.init.constant_(converted.blocks[0].attn.proj.bias, float('nan'))
+    assert not verify(model, converted, images).layers[0].error <= 1

@@ -40,7 +40,6 @@ class Phase1(NamedTuple):
     dtype: torch.dtype  # to write its conversion in
     img_size_source: str
     source: Dict[str, str]  # for the model card
-    source_sha256: str
     training: Dict[str, str]  # how it was trained, as far as it tells
 
 
@@ -132,20 +131,17 @@ def load_phase1(
     if 'img_size' not in known:
         img_size_source = f"default of {model.pretrained_cfg['architecture']}"
     written = next(model.parameters()).dtype
-    src = str(src)
     source = {
-        # other folders are nobody's business
-        'Checkpoint': src if src.startswith(PREFIXES) else Path(src).name,
+        **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
+        'Checkpoint': str(src) if str(src).startswith(PREFIXES) else Path(src).name,  # its folder is nobody's business
         'Token mixer': '{} x {} convolution'.format(*model.blocks[0].attn.conv.kernel_size),
+        'SHA-256': checkpoint.sha256,
     }
-    if checkpoint.architecture:
-        source = {'Architecture': checkpoint.architecture, **source}
     return Phase1(
         model=model.to(torch.promote_types(torch.float32, written)),
         dtype=written,
         img_size_source=img_size_source,
         source=source,
-        source_sha256=checkpoint.sha256,
         training=training_details(checkpoint.training_args),
     )
 
@@ -184,7 +180,6 @@ def convert_and_verify(
         num_random_images=len(random_images),
         num_real_images=len(real_images),
         source=phase1.source,
-        source_sha256=phase1.source_sha256,
         training=phase1.training,
         **measured._asdict(),
     )

@@ -185,17 +185,13 @@ def verify(model: CmhsaConv, converted: CmhsaAttn, images: torch.Tensor) -> Veri
         model, converted: Models to compare, in eval mode.
         images: Shape (B, C, H, W).
     """
-    depth = len(model.blocks)
-    errors, scales = torch.zeros(depth + 1, 2), torch.zeros(depth + 1, 2)  # largest, sum of squares
+    largest, squares = torch.zeros(2, len(model.blocks) + 1), torch.zeros(2, len(model.blocks) + 1)
     same_class = []
 
-    def add(measured: torch.Tensor, values: torch.Tensor) -> None:
-        measured[0] = torch.maximum(measured[0], values.abs().max())
-        measured[1] += values.square().sum()
-
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        add(errors[i], actual - expected)
-        add(scales[i], expected)
+        for j, values in enumerate((actual - expected, expected)):
+            largest[j, i] = torch.maximum(largest[j, i], values.abs().max())
+            squares[j, i] += values.square().sum()
 
     hooks = [
         block.attn.register_forward_hook(
@@ -204,12 +200,13 @@ def verify(model: CmhsaConv, converted: CmhsaAttn, images: torch.Tensor) -> Veri
     ]
     for batch in images.split(BATCH_SIZE):
         expected, actual = model(batch), converted(batch)
-        compare(depth, expected, actual)
+        compare(-1, expected, actual)
         same_class.append(expected.argmax(dim=-1) == actual.argmax(dim=-1))
     for hook in hooks:
         hook.remove()
-    ratios = errors / scales.clamp(min=torch.finfo(scales.dtype).tiny)
-    *layer_errors, logits_errors = torch.stack([ratios[:, 0], ratios[:, 1].sqrt()], dim=1).tolist()
+    tiny = torch.finfo(squares.dtype).tiny  # where a model has nothing but zeros
+    *layer_errors, logits_errors = zip(
+        (largest[0] / largest[1].clamp(min=tiny)).tolist(), (squares[0] / squares[1].clamp(min=tiny)).sqrt().tolist())
     layers = [
         LayerReport(
             name=f'blocks.{i}.attn',

@@ -73,15 +73,14 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
 
 
 def _weights_file(path: Path) -> Path:
-    if path.is_dir():
-        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
-        if not names:
-            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
-        path = path / names[0]
-    if not path.is_file():
+    files = [path / name for name in WEIGHT_NAMES] if path.is_dir() else [path]
+    existing = [file for file in files if file.is_file()]
+    if not existing and path.is_dir():
+        raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
+    if not existing:
         raise CheckpointError(
             f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
-    return path
+    return existing[0]
 
 
 def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
@@ -120,11 +119,10 @@ def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Di
 
 
 def _read_config(path: Path) -> Dict[str, Any]:
+    if not path.exists():
+        raise CheckpointError(f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.")
     try:
         config = json.loads(path.read_text())
-    except FileNotFoundError as e:
-        raise CheckpointError(
-            f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.") from e
     except (OSError, ValueError) as e:
         raise CheckpointError(f'{path} cannot be read: {one_line(e)}.') from e
     if not isinstance(config, dict):
@@ -172,16 +170,13 @@ def _sha256(path: Path) -> str:
 
 def same_model_folders(one: Path, other: Path) -> bool:
     """Return whether two folders hold the same tensors, and otherwise the same files."""
-    names = {path.name for path in one.iterdir()}
-    if names != {path.name for path in other.iterdir()}:
-        return False
-    if any((one / name).read_bytes() != (other / name).read_bytes() for name in names - {'model.safetensors'}):
-        return False
-    # not byte for byte: metadata has no order
-    tensors, metadata = _load(one / 'model.safetensors')
-    other_tensors, other_metadata = _load(other / 'model.safetensors')
+    (tensors, metadata), (other_tensors, other_metadata) = (  # not byte for byte: metadata has no order
+        _load(folder / 'model.safetensors') for folder in (one, other))
+    texts, other_texts = (
+        {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'model.safetensors'}
+        for folder in (one, other))
     return (
-        metadata == other_metadata and tensors.keys() == other_tensors.keys()
+        texts == other_texts and metadata == other_metadata and tensors.keys() == other_tensors.keys()
         and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items()))
 
 

@@ -27,7 +27,6 @@ class ConversionReport(NamedTuple):
     num_random_images: int
     num_real_images: int
     source: Dict[str, str]  # what was converted, for the model card
-    source_sha256: str
     training: Dict[str, str]  # how that had been trained, as far as it tells
 
     @property
@@ -40,13 +39,13 @@ class ConversionReport(NamedTuple):
 
     @property
     def agreement(self) -> str:
-        return (f'{self.top1_agreement:.2%} on {self.num_random_images} random and {self.num_real_images} real images')
+        return f'{self.top1_agreement:.2%} on {self.num_random_images} random and {self.num_real_images} real images'
 
     @property
     def details(self) -> Dict[str, Any]:
         """How the model was made, by heading, for its model card."""
         details = {
-            'Phase 1': {**self.source, 'SHA-256': self.source_sha256},
+            'Phase 1': self.source,
             'Construction': {
                 'Rewrite': self.construction,
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
@@ -67,7 +66,7 @@ class ConversionReport(NamedTuple):
             'architecture': self.architecture,
             'model_args': json.dumps(self.model_args),
             'construction': self.construction,
-            'source_sha256': self.source_sha256,
+            'source_sha256': self.source['SHA-256'],
             'sharpness': str(self.sharpness),
             'heads_used': ', '.join(str(layer.heads_used) for layer in self.layers),
             'max_error': str(self.max_error),

@@ -84,16 +84,14 @@ def _read(name: str) -> str:
 
 
 def _model_details(model: Cmhsa, data_config: Mapping[str, Any]) -> Dict[str, Any]:
-    _, height, width = data_config['input_size']
-    grid_h, grid_w = model.patch_embed.grid_size
     return {
         'Model Type': 'Image classification / feature backbone' if model.num_classes else 'Feature backbone',
         'Model Stats': {
             'Architecture': model.pretrained_cfg['architecture'],
             'Params (M)': f'{sum(p.numel() for p in model.parameters()) / 1e6:.1f}',
-            'Image size': f'{height} x {width}',
+            'Image size': '{} x {}'.format(*data_config['input_size'][1:]),
             'Image channels': model.in_chans,
-            'Tokens': f'{grid_h} x {grid_w} of width {model.embed_dim}',
+            'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
             'Token mixer': _token_mixer(model),
         },
         'Preprocessing': {

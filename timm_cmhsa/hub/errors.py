@@ -11,6 +11,12 @@ from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError, Revis
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENAMETOOLONG)
 
+REASONS = {
+    GatedRepoError: 'it is gated: ask for access on its page, and log in.',
+    RevisionNotFoundError: 'it has no such revision.',
+    RepositoryNotFoundError: 'there is no such repository, or it is private and the token gives no right to it.',
+}
+
 
 class HubError(RuntimeError):
     """The Hub was not reached or refused; the message says why and what to do, in one line, without the token."""
@@ -51,12 +57,9 @@ def _explain(error: BaseException, right: str) -> str:
         return 'HF_HUB_OFFLINE is set, so that the Hub is not asked: unset it.'
     if disk is not None:
         return f'a file of huggingface_hub cannot be written or read ({disk.strerror}): make room, or set HF_HOME.'
-    if isinstance(error, GatedRepoError):
-        return 'it is gated: ask for access on its page, and log in.'
-    if isinstance(error, RevisionNotFoundError):
-        return 'it has no such revision.'
-    if isinstance(error, RepositoryNotFoundError):
-        return 'there is no such repository, or it is private and the token, if any, gives no right to it.'
+    for kind, reason in REASONS.items():
+        if isinstance(error, kind):
+            return reason
     if status == 401:
         return 'the Hub does not accept the token (401): run `hf auth login`, or set HF_TOKEN.'
     if status == 403:
