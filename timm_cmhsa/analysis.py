@@ -31,11 +31,7 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return every attention layer of this package in a model, by name; a layer itself has the name ''.
-
-    Raises:
-        ValueError: If the model has no such layer.
-    """
+    """Return every attention layer of this package in a model, by name; a layer itself has the name ''."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ATTENTION_LAYERS)}
     if not layers:
         raise ValueError(
@@ -93,10 +89,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def offset_profile(maps: AttentionMaps) -> torch.Tensor:
     """Return the mean weight that every head gives to every offset, over images and queries.
 
-    Only queries for which the offset lies in the image count.
-
-    Returns:
-        Shape (num_heads, 2h - 1, 2w - 1): offset (row, column) at [:, h - 1 + row, w - 1 + column].
+    The shape is (num_heads, 2h - 1, 2w - 1), offset (row, column) at [:, h - 1 + row, w - 1 + column]. Only queries for
+    which the offset lies in the image count.
     """
     totals, counts = _offset_sums(maps)
     return totals / counts

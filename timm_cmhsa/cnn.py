@@ -1,4 +1,5 @@
 """Turn the convolutions of any CNN into attention that computes the same function."""
+import contextlib
 import logging
 import math
 from collections import Counter
@@ -114,13 +115,11 @@ class AttendedConv2d(nn.Module):
         return x[..., :self.out_size[0], :self.out_size[1]]
 
     def conv_name(self) -> str:
-        """Return the convolution in a few words: 3x3, stride 2, 64 groups."""
+        """Return the convolution in a few words: 3x3, stride 2, groups 64."""
         words = ['x'.join(map(str, self.kernel_size))]
-        for what, sizes in (('stride', self.stride), ('dilation', self.dilation)):
-            if max(sizes) > 1:
-                words.append(f'{what} {"x".join(map(str, dict.fromkeys(sizes)))}')
-        if self.groups > 1:
-            words.append(f'{self.groups} groups')
+        for name, values in (('stride', self.stride), ('dilation', self.dilation), ('groups', (self.groups,))):
+            if max(values) > 1:
+                words.append(f'{name} {"x".join(map(str, dict.fromkeys(values)))}')
         return ', '.join(words)
 
     def extra_repr(self) -> str:
@@ -144,28 +143,25 @@ def attend_convs(
     """Replace convolutions of a CNN, in place, by self-attention that computes the same function.
 
     What was replaced, and what that costs, is logged; `attention_summary(model)` returns it later. Convolutions that no
-    attention can express are kept, with a warning that says why. From then on the model takes inputs of this size only.
-    Code that reads the weight of a convolution finds none afterwards: leave such layers out, and call timm's
-    `reparameterize_model` before.
+    attention can express are kept, with a warning that says why. From then on the model takes inputs of this size only,
+    and code that reads the weight of a convolution finds none: call timm's `reparameterize_model` before.
 
-    Attention over all pixels of a large map is expensive: its cost grows with the square of their number. Larger
-    patches, smaller inputs, or only the later stages keep it low.
+    The cost of attention grows with the square of the number of tokens. Larger patches, smaller inputs, or only the
+    later stages keep it low.
 
     Args:
         model: Any model with `nn.Conv2d` or `nn.Conv1d` modules.
         names: Which convolutions: one or several patterns of module names, as in the shell (`layer4.*`, `*.conv_dw`).
             Kernels of one pixel stay as they are.
         input_size: Shape of the model's input, (C, H, W), or (C, L) for sequences; by default the model's own.
-        patch_size: Side of the patch of a feature map that is a token, pixels; where a convolution has a stride, the
-            next multiple of it.
+        patch_size: Side of the patch of a feature map that is a token; rounded up to a multiple of the stride.
         rel_pos: Relative position encoding, see `conv2d_to_attention`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If there is nothing to replace, or the model does not run with such an input; the model is left as
-            it was.
+        ValueError: If there is nothing to replace; the model is left as it was.
     """
     convs = _select(model, [names] if isinstance(names, str) else names)
     if input_size is None:
@@ -247,17 +243,12 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
         input = args[0] if args else kwargs['input']
         shapes[conv].add((input.shape[1:], output.shape[1:]))
 
-    handles = [conv.register_forward_hook(see, with_kwargs=True) for conv in shapes]
     weight = next(model.parameters())
-    try:
-        with eval_mode(model):
-            model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
-    except Exception as e:  # whatever it is, the model does not run with this
-        reason = (str(e) or type(e).__name__).splitlines()[0]
-        raise ValueError(f'{type(model).__name__} does not run with input_size={input_size}: {reason}') from e
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        for conv in shapes:
+            stack.enter_context(conv.register_forward_hook(see, with_kwargs=True))
+        model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
     return shapes
 
 
@@ -271,26 +262,18 @@ def _attend(conv: Any, shapes: Shapes, patch_size: int, rel_pos: str) -> Attende
         raise ValueError('It has hooks or a parametrization, which attention would drop.')
     map_size, out_size = in_shape[1:], out_shape[1:]
     if type(conv) is nn.Conv1d:
-        return AttendedConv1d(_conv1d_as_conv2d(conv), (1, *map_size), (1, *out_size), (1, patch_size), rel_pos)
-    if type(conv) is Conv2dSame:
-        conv = _same_as_conv2d(conv, map_size)
+        padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
+        conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
+        return AttendedConv1d(conv, (1, *map_size), (1, *out_size), (1, patch_size), rel_pos)
+    if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
+        axes = zip(map_size, conv.kernel_size, conv.stride, conv.dilation)
+        padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
+        conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
     return AttendedConv2d(conv, map_size, out_size, patch_size, rel_pos)
 
 
-def _conv1d_as_conv2d(conv: nn.Conv1d) -> nn.Conv2d:
-    padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
-    return _plain_conv2d(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-
-
-def _same_as_conv2d(conv: nn.Conv2d, map_size: Tuple[int, ...]) -> nn.Conv2d:
-    """Return it with a fixed padding; the size of the output implies what TensorFlow's adds at the far side."""
-    axes = zip(map_size, conv.kernel_size, conv.stride, conv.dilation)
-    padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
-    return _plain_conv2d(conv, conv.weight, conv.stride, padding, conv.dilation)
-
-
-def _plain_conv2d(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:
-    """Return a convolution with this geometry, and all else of another."""
+def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:
+    """Return an `nn.Conv2d` with this weight and geometry, and everything else of another convolution."""
     plain = nn.Conv2d(
         conv.in_channels, conv.out_channels, (weight.shape[2], weight.shape[3]), stride, padding, dilation, conv.groups,
         conv.bias is not None, conv.padding_mode, device='meta')

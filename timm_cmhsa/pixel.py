@@ -17,7 +17,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from .attention import replace_weight
-from .cmhsa import Cmhsa, _create_cmhsa, common_num_heads, heads_of_blocks
+from .cmhsa import Cmhsa, _cfg, _create_cmhsa, common_num_heads, heads_of_blocks
 from .patches import Size2d
 from .rel_pos import ENCODINGS, QuadraticRelPos, add_attn_mask, create_rel_pos
 
@@ -44,18 +44,7 @@ class PositionalAttention(nn.Module):
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
     ) -> None:
-        """
-        Args:
-            dim: Token width, and that of a head.
-            grid_size: Patches per image side.
-            num_heads: Number of heads; with none, the output is the same for all tokens.
-            rel_pos: Relative position encoding, see `create_rel_pos`.
-            attn_drop: Dropout rate of the attention weights.
-            proj_drop: Dropout rate of the output.
-
-        Raises:
-            ValueError: If there is no such encoding, or it needs queries.
-        """
+        """See `RelPosAttention`. Heads are as wide as tokens; with none, the output is the same for all tokens."""
         super().__init__()
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
@@ -181,26 +170,17 @@ class PixelAttn(Cmhsa):
         return dict(super().model_args(), num_heads=common_num_heads(self.blocks), rel_pos=rel_pos)
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return {
-        'num_classes': 10, 'input_size': (3, 32, 32), 'pool_size': None,
-        'crop_pct': 1.0, 'interpolation': 'bicubic', 'fixed_input_size': True,
-        'mean': (0.4914, 0.4822, 0.4465), 'std': (0.2470, 0.2435, 0.2616),  # of CIFAR-10
-        'first_conv': 'patch_embed.proj', 'classifier': 'head',
-        'paper_ids': 'arXiv:1911.03584',
-        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
+_PAPER = dict(
+    input_size=(3, 32, 32), crop_pct=1.0, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+    paper_ids='arXiv:1911.03584', paper_name='On the Relationship between Self-Attention and Convolutional Layers')
 
 default_cfgs = generate_default_cfgs({
-    'pixel_attn_quadratic': _cfg(),
-    'pixel_attn_quadratic_gen': _cfg(),
-    'pixel_attn_learned': _cfg(),
-    'pixel_attn_learned_content': _cfg(),
+    'pixel_attn_quadratic': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_quadratic_gen': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned_content': _cfg(num_classes=10, **_PAPER),
 
-    'test_pixel_attn': _cfg(num_classes=1000),
+    'test_pixel_attn': _cfg(**_PAPER),
 })
 
 
