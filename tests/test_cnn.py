@@ -95,6 +95,18 @@ def test_every_convolution_is_replaced_exactly(case):
     assert (actual - expected).abs().max() <= 2e-6 * expected.abs().max().clamp(min=1e-3)
 
 
+class Scaled(nn.Conv1d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(('conv', 'size'), [(Scaled(2, 2, 3), (2, 8)), (nn.Conv3d(2, 2, 3), (2, 4, 4, 4))])
+def test_other_convolutions_are_refused(conv, size):
+    model = nn.Sequential(nn.Flatten(), nn.Unflatten(1, size), conv)
+    with pytest.raises(ValueError, match=rf'Expected an nn\.Conv2d or a plain nn\.Conv1d, got {type(conv).__name__}'):
+        attend_convs(model, input_size=(1, torch.Size(size).numel()))
+
+
 def test_circular_padding_is_replaced_where_patches_fit():
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode='circular')
     x = torch.randn(1, 2, 6, 8)

@@ -260,6 +260,8 @@ def _attend(conv: Any, shapes: Shapes, patch_size: int, rel_pos: str) -> Attende
         raise ValueError('It is called without a batch.')
     if is_watched(conv) or is_parametrized(conv):
         raise ValueError('It has hooks or a parametrization, which attention would drop.')
+    if not isinstance(conv, nn.Conv2d) and type(conv) is not nn.Conv1d:
+        raise TypeError(f'Expected an nn.Conv2d or a plain nn.Conv1d, got {type(conv).__name__}.')
     map_size, out_size = in_shape[1:], out_shape[1:]
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)

@@ -187,33 +187,33 @@ default_cfgs = generate_default_cfgs({
 @register_model
 def pixel_attn_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by round Gaussians ("SA quadratic emb.", Table 1). """
-    model_args = dict(img_size=32, num_classes=10, rel_pos='quadratic')
+    model_args = dict(rel_pos='quadratic')
     return _create_cmhsa(PixelAttn, 'pixel_attn_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def pixel_attn_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by Gaussians of any shape ("SA quadratic emb. gen.", Table 4). """
-    model_args = dict(img_size=32, num_classes=10, rel_pos='quadratic_gen')
+    model_args = dict(rel_pos='quadratic_gen')
     return _create_cmhsa(PixelAttn, 'pixel_attn_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def pixel_attn_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by learned row and column embeddings ("SA learned emb.", Table 1). """
-    model_args = dict(img_size=32, num_classes=10, rel_pos='learned')
+    model_args = dict(rel_pos='learned')
     return _create_cmhsa(PixelAttn, 'pixel_attn_learned', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def pixel_attn_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by such embeddings and content ("SA learned emb. + content", Table 1). """
-    model_args = dict(img_size=32, num_classes=10, rel_pos='learned_content')
+    model_args = dict(rel_pos='learned_content')
     return _create_cmhsa(PixelAttn, 'pixel_attn_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ Attention on pixels, for unit tests. """
-    model_args = dict(img_size=32, patch_size=4, hidden_chans=3, depth=4)
+    model_args = dict(patch_size=4, hidden_chans=3, depth=4)
     return _create_cmhsa(PixelAttn, 'test_pixel_attn', pretrained=pretrained, **dict(model_args, **kwargs))

@@ -8,6 +8,7 @@ from torch import nn
 
 class CifarResNet(ResNet):
     """timm's ResNet with the usual stem for 32 x 32 images: a 3 x 3 convolution without stride, and no pooling."""
+    conv1: nn.Conv2d
 
     def __init__(self, *args: Any, in_chans: int = 3, **kwargs: Any) -> None:
         super().__init__(*args, in_chans=in_chans, **kwargs)
