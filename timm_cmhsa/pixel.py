@@ -144,10 +144,7 @@ class PixelAttn(Cmhsa):
             num_heads: Number of heads of every block, or of each.
             rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or
                 'learned_content', which attends by content as well.
-            patch_size: Pixels per patch side.
-            hidden_chans: Token width per pixel of a patch.
-            mlp_ratio: Ratio of MLP hidden width to token width.
-            **kwargs: See `Cmhsa`.
+            patch_size, hidden_chans, mlp_ratio, **kwargs: See `Cmhsa`.
         """
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(
