@@ -16,6 +16,11 @@ from timm_cmhsa import attend_convs, attention_summary, cnn, efficient
 from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d
 
 
+def resnet(**kwargs):
+    """A resnet18 of few channels."""
+    return timm.create_model('resnet18', channels=(8, 16, 16, 32), **kwargs)
+
+
 def natural(model):
     """Give a model statistics and scales as after training, where each layer matters."""
     for module in model.modules():
@@ -34,15 +39,18 @@ def logits_error(model, expected, x):
     return ((z - y).abs().max() / y.abs().max()).item()
 
 
+slow = pytest.mark.slow
+
+
 @pytest.mark.parametrize(('name', 'names', 'size', 'num_replaced'), [
-    ('resnet18', '*', (3, 64, 64), 17),
-    ('resnet18', '*', (3, 50, 70), 17),  # maps that strides do not divide
-    ('resnet50', 'layer4.*', (3, 224, 224), 3),
-    ('convnext_atto', '*conv_dw', (3, 64, 64), 12),
-    ('convnext_atto', '*', (3, 64, 64), 16),
-    ('tf_mobilenetv3_small_minimal_100', '*', (3, 64, 64), 12),  # TensorFlow's padding
-    ('inception_v3', '*_7a.*', (3, 128, 128), 4),  # no padding
-    ('densenet121', ['features.conv0', 'features.denseblock4.*'], (3, 64, 64), 17),
+    ('resnet18', '*', (3, 25, 35), 17),  # maps that strides do not divide
+    ('convnext_atto', '*', (3, 32, 32), 16),
+    ('tf_mobilenetv3_small_minimal_100', 'blocks.1.*', (3, 32, 32), 2),  # TensorFlow's padding
+    pytest.param('tf_mobilenetv3_small_minimal_100', '*', (3, 64, 64), 12, marks=slow),
+    pytest.param('resnet50', 'layer4.*', (3, 224, 224), 3, marks=slow),
+    pytest.param('convnext_atto', '*conv_dw', (3, 64, 64), 12, marks=slow),
+    pytest.param('inception_v3', '*_7a.*', (3, 128, 128), 4, marks=slow),  # no padding
+    pytest.param('densenet121', ['features.conv0', 'features.denseblock4.*'], (3, 64, 64), 17, marks=slow),
 ])
 def test_logits_are_equal_to_rounding(name, names, size, num_replaced):
     model = natural(timm.create_model(name, num_classes=10))
@@ -72,7 +80,7 @@ def convolutions(draw):
     return conv, size, draw(st.integers(1, 4)), draw(st.sampled_from(['table', 'quadratic']))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(convolutions())
 def test_every_convolution_is_replaced_exactly(case):
     """Sizes that no patch or stride divides, padding that keeps the size or not: the maps are what they were."""
@@ -87,6 +95,18 @@ def test_every_convolution_is_replaced_exactly(case):
     assert (actual - expected).abs().max() <= 2e-6 * expected.abs().max().clamp(min=1e-3)
 
 
+class Scaled(nn.Conv1d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(('conv', 'size'), [(Scaled(2, 2, 3), (2, 8)), (nn.Conv3d(2, 2, 3), (2, 4, 4, 4))])
+def test_other_convolutions_are_refused(conv, size):
+    model = nn.Sequential(nn.Flatten(), nn.Unflatten(1, size), conv)
+    with pytest.raises(ValueError, match=rf'Expected an nn\.Conv2d or a plain nn\.Conv1d, got {type(conv).__name__}'):
+        attend_convs(model, input_size=(1, torch.Size(size).numel()))
+
+
 def test_circular_padding_is_replaced_where_patches_fit():
     conv = nn.Conv2d(2, 2, 3, padding=1, padding_mode='circular')
     x = torch.randn(1, 2, 6, 8)
@@ -98,11 +118,10 @@ def test_circular_padding_is_replaced_where_patches_fit():
 
 def test_model_trains_saves_and_loads(tmp_path):
     """All parameters of the attention get gradients, and a state dict fits a model that was rewritten alike."""
-    torch.manual_seed(0)
-    model = attend_convs(timm.create_model('resnet18', num_classes=4), 'layer[34].*', (3, 64, 64))
+    model = attend_convs(resnet(num_classes=4), 'layer[34].*', (3, 32, 32))
     assert model.training
-    x, targets = torch.randn(8, 3, 64, 64), torch.arange(8) % 4
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    x, targets = torch.randn(8, 3, 32, 32), torch.arange(8) % 4
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
     for _ in range(6):
         loss = nn.functional.cross_entropy(model(x), targets)
@@ -114,7 +133,7 @@ def test_model_trains_saves_and_loads(tmp_path):
     assert losses[-1] < losses[0]
 
     torch.save(model.state_dict(), tmp_path / 'model.pth')
-    other = attend_convs(timm.create_model('resnet18', num_classes=4), 'layer[34].*', (3, 64, 64))
+    other = attend_convs(resnet(num_classes=4), 'layer[34].*', (3, 32, 32))
     other.load_state_dict(torch.load(tmp_path / 'model.pth', weights_only=True))
     torch.testing.assert_close(other.eval()(x), model.eval()(x))
     torch.save(model, tmp_path / 'whole.pt')
@@ -122,7 +141,7 @@ def test_model_trains_saves_and_loads(tmp_path):
 
 
 def test_biases_of_the_attention_pattern_can_be_spared_from_weight_decay():
-    model = attend_convs(timm.create_model('resnet18'), 'layer4.*', (3, 64, 64))
+    model = attend_convs(resnet(), 'layer4.*', (3, 32, 32))
     groups = param_groups_weight_decay(model, 0.05, no_weight_decay_list=['*.rel_pos.*'])
     decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
     tables = [p for name, p in model.named_parameters() if name.endswith('relative_position_bias_table')]
@@ -132,9 +151,9 @@ def test_biases_of_the_attention_pattern_can_be_spared_from_weight_decay():
 
 
 def test_gradients_reach_the_rest_of_the_model_as_before():
-    model = natural(timm.create_model('resnet18', num_classes=4)).double()
-    attended, x = copy.deepcopy(model), torch.randn(2, 3, 64, 64, dtype=torch.float64)
-    attend_convs(attended, 'layer2.*', (3, 64, 64))
+    model = natural(resnet(num_classes=4)).double()
+    attended, x = copy.deepcopy(model), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    attend_convs(attended, 'layer2.*', (3, 32, 32))
     gradients = []
     for each in (model, attended):
         each(x).square().sum().backward()
@@ -144,48 +163,53 @@ def test_gradients_reach_the_rest_of_the_model_as_before():
 
 
 def test_report_tells_what_was_replaced_and_what_it_costs(caplog):
-    model = timm.create_model('resnet18')
+    model = resnet()
     with caplog.at_level(logging.INFO, 'timm_cmhsa'):
-        attend_convs(model, ['conv1', 'layer4.1.conv2'], (3, 64, 64))
+        attend_convs(model, ['conv1', 'layer4.1.conv2'], (3, 32, 32))
     stem, last = attention_summary(model)
-    assert (stem.name, stem.convolution, stem.grid_size) == ('conv1', '7x7, stride 2', (32, 32))
-    assert (last.num_heads, last.head_dim, last.convolution) == (9, 512, '3x3')
-    assert last.params == (9 * 512 ** 2, sum(p.numel() for p in model.layer4[1].conv2.parameters()))
-    assert last.macs[0] == 9 * 512 ** 2 * 4
-    assert stem.macs[0] == 7 * 7 * 3 * 64 * 32 * 32
-    assert stem.macs[1] > 2 * 32 ** 4 * stem.num_heads * stem.head_dim
-    table = str(attention_summary(model))
-    assert len(table.splitlines()) == 4
-    assert table in caplog.text
-    assert attention_summary(timm.create_model('resnet18')) == []
+    assert (stem.name, stem.convolution, stem.grid_size) == ('conv1', '7x7, stride 2', (16, 16))
+    assert (last.num_heads, last.head_dim, last.convolution) == (1, 32, '3x3')
+    assert last.params == (9 * 32 ** 2, sum(p.numel() for p in model.layer4[1].conv2.parameters()))
+    assert last.macs[0] == 9 * 32 ** 2
+    assert stem.macs[0] == 7 * 7 * 3 * 64 * 16 * 16
+    assert stem.macs[1] > 2 * 16 ** 4 * stem.num_heads * stem.head_dim
+    header, *rows, total = str(attention_summary(model)).splitlines()
+    assert header.split()[:4] == ['layer', 'convolution', 'tokens', 'heads']
+    assert [row.split()[0] for row in rows] == ['conv1', 'layer4.1.conv2']
+    assert total.startswith('2 in all')
+    assert f'{(stem.params[0] + last.params[0]) / 1e6:.3g} -> ' in total
+    assert str(attention_summary(model)) in caplog.text
+    assert attention_summary(resnet()) == []
 
 
 @pytest.mark.parametrize('num_patches', [4, 64])
 def test_multiply_accumulates_are_those_of_the_layer(num_patches):
-    """The count of the report is what PyTorch counts, up to the zero key and the padding of folded keys."""
+    """The count of the report is what PyTorch counts in inference, up to the zero key and the padding of keys."""
     side = int(num_patches ** 0.5)
     model = attend_convs(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)), '*', (32, side, side))
     layer, = attention_summary(model)
+    model = timm.utils.reparameterize_model(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.randn(1, 32, side, side))
     assert layer.macs[1] == pytest.approx(counter.get_total_flops() / 2, rel=0.35)
 
 
 def test_modes_stay_as_they_are():
-    model = timm.create_model('resnet18').train()
+    model = resnet().train()
     model.layer4.eval()
-    attend_convs(model, 'layer[34].*', (3, 64, 64))
+    attend_convs(model, 'layer[34].*', (3, 32, 32))
     assert model.layer3[0].conv1.attn.attn_drop.training
     assert not model.layer4[0].conv1.attn.attn_drop.training
 
 
 def test_code_that_asks_a_convolution_for_its_shape_gets_an_answer():
     """DaViT's position encoding pads by the kernel size that it reads off its convolution."""
-    model = natural(timm.create_model('davit_tiny', num_classes=3))
+    model = natural(timm.create_model(
+        'davit_tiny', num_classes=3, depths=(1, 1), embed_dims=(32, 64), num_heads=(1, 2)))
     expected = copy.deepcopy(model)
-    attend_convs(model, '*cpe*', (3, 64, 64))
+    attend_convs(model, '*cpe*', (3, 32, 32))
     assert attention_summary(model)
-    assert logits_error(model, expected, torch.randn(1, 3, 64, 64)) <= 5e-6
+    assert logits_error(model, expected, torch.randn(1, 3, 32, 32)) <= 5e-6
 
 
 class Odd(nn.Module):
@@ -237,14 +261,13 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
     ('resnet18', dict(names='layer9.*'), r"ResNet has no convolution larger than one pixel named 'layer9\.\*'"),
     ('resnet18', dict(names='*downsample*'), 'no convolution larger than one pixel'),
     ('resnet18', dict(names=['layer3.*', 'leyer4.*']), r"named 'leyer4\.\*': names are like 'conv1'"),
-    ('resnet18', dict(input_size=64), r'input_size=64 is neither \(C, H, W\) nor, for sequences, \(C, L\)'),
-    ('resnet18', dict(input_size=(1, 64, 64)), r'does not run with input_size=\(1, 64, 64\)'),
-    ('resnet18', dict(input_size=(3, 64, 64), rel_pos='learned'), 'None of 17 convolutions .* cannot be rewritten'),
-    ('resnet18', dict(input_size=(3, 64, 64), patch_size=0), 'patch_size=0 must be positive'),
-    (None, {}, r'Sequential does not tell its input size: give input_size=\(C, H, W\)'),
+    ('resnet18', dict(input_size=64), r'ResNet needs input_size=\(C, H, W\), or \(C, L\) for sequences, not 64'),
+    ('resnet18', dict(input_size=(3, 32, 32), rel_pos='learned'), 'None of 17 convolutions .* cannot express a conv'),
+    ('resnet18', dict(input_size=(3, 32, 32), patch_size=0), 'patch_size=0 must be positive'),
+    (None, {}, r'Sequential needs input_size=\(C, H, W\), or \(C, L\) for sequences, not None'),
 ])
 def test_bad_input_gets_one_line_and_changes_nothing(model, kwargs, message):
-    model = nn.Sequential(nn.Conv2d(3, 3, 3)) if model is None else timm.create_model(model)
+    model = nn.Sequential(nn.Conv2d(3, 3, 3)) if model is None else resnet()
     before = list(model.named_modules())
     with pytest.raises(ValueError, match=message) as error:
         attend_convs(model, **kwargs)
@@ -254,34 +277,23 @@ def test_bad_input_gets_one_line_and_changes_nothing(model, kwargs, message):
     assert all(module.training for module in model.modules())
 
 
-class Asserting(nn.Module):
-    """A model that does not say what it expects."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3)
-
-    def forward(self, x):
-        if x.shape[-1] != 7:
-            raise AssertionError
-        return self.conv(x)
-
-
-def test_models_that_do_not_run_are_told_in_one_line():
-    with pytest.raises(ValueError, match=r'Asserting does not run with input_size=\(3, 8, 8\): AssertionError'):
-        attend_convs(Asserting(), input_size=(3, 8, 8))
-    with pytest.raises(ValueError, match='it is on the meta device, and has no weights'):
-        attend_convs(timm.create_model('resnet18', device='meta'), input_size=(3, 64, 64))
+def test_a_model_that_does_not_run_with_this_input_is_left_as_it_was():
+    model = resnet()
+    with pytest.raises(RuntimeError, match='expected input'):
+        attend_convs(model, input_size=(1, 32, 32))
+    assert not attention_summary(model)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert all(module.training for module in model.modules())
 
 
 def test_another_size_than_it_was_made_for_is_told():
-    model = attend_convs(timm.create_model('resnet18', num_classes=3), 'layer4.*', (3, 64, 64)).eval()
+    model = attend_convs(resnet(num_classes=3), 'layer4.*', (3, 64, 64)).eval()
     with pytest.raises(ValueError, match='made for maps of 4 x 4, this one has 5 x 5: call attend_convs'):
         model(torch.randn(1, 3, 80, 80))
 
 
 def test_frozen_and_half_precision_convolutions_stay_so():
-    model = timm.create_model('resnet18', num_classes=3).eval()
+    model = resnet(num_classes=3).eval()
     model.layer4.requires_grad_(False)
     expected = copy.deepcopy(model)
     attend_convs(model, 'layer4.*', (3, 64, 64))
@@ -294,18 +306,18 @@ def test_frozen_and_half_precision_convolutions_stay_so():
 
 
 def test_large_maps_attend_in_chunks(monkeypatch):
-    model = natural(timm.create_model('resnet18', num_classes=3))
-    expected, x = copy.deepcopy(model), torch.randn(1, 3, 64, 64)
-    monkeypatch.setattr(efficient, 'MAX_BIAS_ENTRIES', 2 ** 18)
-    attend_convs(model, '*', (3, 64, 64))
+    model = natural(resnet(num_classes=3))
+    expected, x = copy.deepcopy(model), torch.randn(1, 3, 32, 32)
+    monkeypatch.setattr(efficient, 'MAX_BIAS_ENTRIES', 2 ** 14)
+    attend_convs(model, 'conv1', (3, 32, 32))
     assert model.conv1.attn.can_chunk()
     assert logits_error(model, expected, x) <= 5e-6
 
 
 def test_attended_model_is_traced_and_fused_like_others():
-    model = natural(timm.create_model('resnet18', num_classes=3))
-    x = torch.randn(2, 3, 64, 64)
-    attend_convs(model, 'layer4.*', (3, 64, 64))
+    model = natural(resnet(num_classes=3))
+    x = torch.randn(2, 3, 32, 32)
+    attend_convs(model, 'layer4.*', (3, 32, 32))
     expected = model(x)
     torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected, atol=1e-5, rtol=1e-5)

@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from timm_cmhsa.__main__ import main
+
 SCRIPT = '''
 import json, os, sys
 import helper
@@ -28,7 +30,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize('arguments', [[], ['--model', 'x', '-c', 'exit'], ['raise']])
+@pytest.mark.parametrize('arguments', [
+    ['--model', 'x', '-c', 'exit'], pytest.param(['-h'], marks=pytest.mark.slow),
+    pytest.param(['raise'], marks=pytest.mark.slow)])
 def test_same_as_the_script_by_itself(folder, arguments):
     alone = run(folder, 'scripts/script.py', *arguments)
     through = run(folder, '-m', 'timm_cmhsa', 'scripts/script.py', *arguments)
@@ -39,28 +43,29 @@ def test_same_as_the_script_by_itself(folder, arguments):
     assert alone.stderr.splitlines()[-1].replace('False', 'True') == through.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize('script', ['missing.py', 'scripts'])
-def test_a_script_that_python_cannot_run(folder, script):
-    alone, through = run(folder, script), run(folder, '-m', 'timm_cmhsa', script)
-    assert through.returncode == alone.returncode != 0
-    reason = "can't open file" if script == 'missing.py' else "can't find '__main__' module"
-    assert reason in alone.stderr
-    assert reason in through.stderr
-    if script == 'missing.py':
-        assert through.stderr == alone.stderr
+@pytest.mark.parametrize(('script', 'reason'), [
+    ('missing.py', "can't open file"), ('scripts', "can't find '__main__' module")])
+def test_a_script_that_python_cannot_run(folder, monkeypatch, capsys, script, reason):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, 'argv', ['timm_cmhsa', script])
+    monkeypatch.setattr(sys, 'path', sys.path[:])
+    with pytest.raises((SystemExit, ImportError)) as error:
+        main()
+    assert reason in capsys.readouterr().err + str(error.value)
+    assert getattr(error.value, 'code', 2) == 2  # as Python's
 
 
-def test_usage(folder):
-    helped = run(folder, '-m', 'timm_cmhsa', '--help')
-    assert helped.returncode == 0
-    assert 'usage: python -m timm_cmhsa SCRIPT' in helped.stdout
-    for arguments in ([], ['--model']):
-        wrong = run(folder, '-m', 'timm_cmhsa', *arguments)
-        assert wrong.returncode == 2
-        assert wrong.stderr.startswith('usage: python -m timm_cmhsa SCRIPT')
-        assert not wrong.stdout
+@pytest.mark.parametrize(('arguments', 'code'), [(['--help'], 0), ([], 2), (['--model'], 2)])
+def test_usage(monkeypatch, capsys, arguments, code):
+    monkeypatch.setattr(sys, 'argv', ['timm_cmhsa', *arguments])
+    with pytest.raises(SystemExit) as error:
+        main()
+    assert error.value.code == code
+    out, err = capsys.readouterr()
+    assert (err if code else out).startswith('usage: python -m timm_cmhsa [-h] SCRIPT')
 
 
+@pytest.mark.slow
 def test_under_torchrun(folder):
     (folder / 'rank.py').write_text(
         "import os, timm; print('rank', os.environ['RANK'], timm.is_model('cmhsa_attn'), flush=True)\n")
@@ -69,6 +74,7 @@ def test_under_torchrun(folder):
     assert sorted(through.stdout.split('\n'))[1:] == ['rank 0 True', 'rank 1 True']
 
 
+@pytest.mark.slow
 def test_failure_under_torchrun(folder):
     through = run(
         folder, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', '1', '-m', 'timm_cmhsa',

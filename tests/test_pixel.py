@@ -19,14 +19,11 @@ ENCODINGS = ['table', 'quadratic', 'quadratic_gen', 'learned', 'learned_content'
     ('pixel_attn_quadratic_gen', 9, 'quadratic_gen', 12.09, 12.1),
     ('pixel_attn_learned', 9, 'learned', 12.18, 12.3),
     ('pixel_attn_learned_content', 9, 'learned_content', 29.49, 29.5),
-    ('pixel_attn_16h_quadratic', 16, 'quadratic', 18.81, None),
-    ('pixel_attn_16h_quadratic_gen', 16, 'quadratic_gen', 18.81, None),
-    ('pixel_attn_16h_learned', 16, 'learned', 18.92, None),
-    ('pixel_attn_16h_learned_content', 16, 'learned_content', 49.68, None),
 ])
 def test_models_are_the_papers(name, num_heads, rel_pos, params, paper_params):
     model = timm.create_model(name, device='meta')
     assert (model.embed_dim, len(model.blocks), model.patch_embed.grid_size) == (400, 6, (16, 16))
+    assert (model.patch_embed.proj.kernel_size, model.patch_embed.proj.stride) == ((2, 2), (2, 2))
     for block in model.blocks:
         assert (block.attn.num_heads, block.attn.rel_pos.name) == (num_heads, rel_pos)
         assert block.attn.value.weight.shape == (400, num_heads * 400)
@@ -34,31 +31,22 @@ def test_models_are_the_papers(name, num_heads, rel_pos, params, paper_params):
         assert block.attn.rel_pos.zero_key_bias is None
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     assert count == pytest.approx(params, abs=0.005)
-    if paper_params is not None:
-        assert count == pytest.approx(paper_params, rel=0.01)
+    assert count == pytest.approx(paper_params, rel=0.01)
 
 
 @pytest.mark.parametrize(('name', 'paper', 'all_operations'), [
     ('pixel_attn_quadratic', 6.2, 9.0), ('pixel_attn_learned', 6.2, 9.0), ('pixel_attn_learned_content', 15., 20.9),
-    ('pixel_resnet18', 1.1, 1.1),
 ])
 def test_operations_are_the_papers(name, paper, all_operations):
     """The paper counts multiplications by weights, two operations each, and leaves out what attends."""
     set_fused_attn(False)  # whose operations are counted alike by all versions
-    model = timm.create_model(name).eval()
+    model = timm.create_model(name, device='meta').eval()
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(torch.randn(1, 3, 32, 32))
+        model(torch.randn(1, 3, 32, 32, device='meta'))
     by_operator = {str(op): flops / 1e9 for op, flops in counter.get_flop_counts()['Global'].items()}
     weights = sum(flops for op, flops in by_operator.items() if 'addmm' in op or 'convolution' in op)
     assert weights == pytest.approx(paper, rel=0.02)
     assert sum(by_operator.values()) == pytest.approx(all_operations, rel=0.02)
-
-
-def test_images_go_through_an_invertible_downsampling():
-    """The patch projection of 2 x 2 pixels is a linear map of all 12 values."""
-    proj = timm.create_model('pixel_attn_quadratic').patch_embed.proj
-    assert (proj.kernel_size, proj.stride) == ((2, 2), (2, 2))
-    assert torch.linalg.matrix_rank(proj.weight.flatten(1)) == 12
 
 
 def attention_by_hand(attn, x):
@@ -92,7 +80,7 @@ def test_attention_is_the_papers(rel_pos, fused):
 @pytest.mark.parametrize('fused', [True, False])
 def test_dropout_of_attention_weights(rel_pos, fused):
     set_fused_attn(fused)
-    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, attn_drop_rate=1.).train()
+    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, attn_drop_rate=1., depth=1).train()
     attn = model.blocks[0].attn
     torch.testing.assert_close(attn(torch.randn(2, 64, 48)), attn.proj(attn.value.bias).expand(2, 64, 48))
 
@@ -104,7 +92,7 @@ def test_encodings_that_need_queries_need_the_layer_that_has_them():
 
 @pytest.mark.parametrize('rel_pos', ['quadratic', 'learned_content'])
 def test_masked_keys_have_no_influence(rel_pos):
-    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos).eval()
+    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, depth=1).eval()
     attn, x = model.blocks[0].attn, torch.randn(2, 64, 48)
     mask = torch.ones(64, 64, dtype=torch.bool)
     mask[:, 5] = False
@@ -118,13 +106,13 @@ def test_masked_keys_have_no_influence(rel_pos):
 @pytest.mark.parametrize('rel_pos', ENCODINGS)
 def test_a_model_learns_with_every_encoding(rel_pos):
     """Where a bright pixel is: what only attention by position can tell, as all tokens are pooled alike."""
-    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, img_size=16, num_classes=2, depth=2)
+    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, img_size=16, num_classes=2, depth=1)
     x = torch.zeros(16, 3, 16, 16)
     targets = torch.arange(16) % 2
     for i in range(16):
         x[i, :, i // 2 * 2, 2 if targets[i] else 12] = 1.  # near the left or the right border
     optimizer = create_optimizer_v2(model, 'adamw', lr=3e-3)
-    for _ in range(60):
+    for _ in range(40):
         loss = nn.functional.cross_entropy(model(x), targets)
         optimizer.zero_grad()
         loss.backward()
@@ -132,17 +120,22 @@ def test_a_model_learns_with_every_encoding(rel_pos):
     assert loss < 0.3
 
 
-@pytest.mark.parametrize('rel_pos', ['quadratic', 'quadratic_gen', 'learned', 'learned_content'])
+@pytest.mark.parametrize('rel_pos', ['quadratic', 'learned_content'])  # by position, and by content
 def test_models_go_everywhere(rel_pos):
-    model, x = timm.create_model('test_pixel_attn', rel_pos=rel_pos).eval(), torch.randn(2, 3, 32, 32)
+    model = timm.create_model('test_pixel_attn', rel_pos=rel_pos, img_size=16, depth=1).eval()
+    x = torch.randn(2, 3, 16, 16)
     expected = model(x)
-    for form in (torch.jit.script(model), torch.export.export(model, (x,)).module(), torch.fx.symbolic_trace(model),
-                 torch.compile(model, backend='eager', fullgraph=True)):
+    for form in (
+            torch.jit.script(model),
+            torch.export.export(model, (x,)).module(),
+            torch.fx.symbolic_trace(model),
+            torch.compile(model, backend='eager', fullgraph=True),
+    ):
         torch.testing.assert_close(form(x), expected, atol=1e-5, rtol=1e-5)
 
 
 def test_centres_and_widths_are_not_decayed():
-    model = timm.create_model('test_pixel_attn')
+    model = timm.create_model('test_pixel_attn', depth=1)
     optimizer = create_optimizer_v2(model, 'momentum', lr=0.1, weight_decay=1e-4)
     decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
     for name, parameter in model.named_parameters():
@@ -156,15 +149,3 @@ def test_card_cites_the_paper(tmp_path):
     assert 'cordonnier2020relationship' in card
     assert '2111.01353' not in card
     assert 'Token mixer: self-attention, 9 heads of 48, quadratic relative positions' in card
-
-
-def test_resnet_is_the_papers():
-    model = timm.create_model('pixel_resnet18')
-    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(11.2e6, rel=0.005)
-    assert model(torch.randn(2, 3, 32, 32)).shape == (2, 10)
-    backbone = timm.create_model('pixel_resnet18', features_only=True, in_chans=1)
-    sizes = [32 // y.shape[-1] for y in backbone(torch.randn(1, 1, 32, 32))]
-    assert sizes == backbone.feature_info.reduction() == [1, 1, 2, 4, 8]
-    assert model.conv1.weight.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.1)  # He et al., by fan-out
-    with pytest.raises(ValueError, match='leave out stem_type'):
-        timm.create_model('pixel_resnet18', stem_type='deep')

@@ -1,4 +1,5 @@
 """The recipes say what the paper says, and say it alike."""
+import importlib
 import json
 import os
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 import yaml
 from recipes import DEFAULT_RATES, PAPER_RATES, Machine, epochs_done, search_rates, train
 from timm.optim import create_optimizer_v2
+from torch.utils.flop_counter import FlopCounterMode
 
 import timm_cmhsa  # noqa: F401  registers the models
 
@@ -135,22 +137,38 @@ def test_search_finds_the_best_rate_of_every_phase(clone):
     assert len(list((clone / 'output').glob('cmhsa_attn-*'))) == len(PAPER_RATES[1])
 
 
-def test_pixel_recipes_are_table_2():
+def test_pixel_recipes_are_table_2(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / 'cifar10')
     assert set(CIFAR10) == {'pixel_attn', 'resnet18'}
     expected = dict(
         dataset='torch/cifar10', num_classes=10, epochs=300, batch_size=100, lr=0.1, weight_decay=1e-4, momentum=0.9,
-        opt='momentum', sched='cosine', min_lr=0.0, warmup_epochs=15, smoothing=0.0, mixup=0.0,
-        device_modules=['timm_cmhsa'])
+        opt='momentum', sched='cosine', min_lr=0.0, warmup_epochs=15, smoothing=0.0, mixup=0.0)
     for recipe in CIFAR10.values():
+        for module in recipe['device_modules']:  # as train.py does
+            importlib.import_module(module)
         assert {key: recipe.get(key) for key in expected} == expected
         assert all(type(recipe[key]) is type(value) for key, value in expected.items())
         assert timm.is_model(recipe['model'])
-    dropout = {'model', 'model_kwargs', 'drop', 'checkpoint_hist'}
-    pixel, resnet = ({k: v for k, v in recipe.items() if k not in dropout} for recipe in CIFAR10.values())
+    free = {'model', 'device_modules', 'model_kwargs', 'drop', 'checkpoint_hist'}
+    pixel, resnet = ({k: v for k, v in recipe.items() if k not in free} for recipe in CIFAR10.values())
     assert pixel == resnet
     recipe = CIFAR10['pixel_attn']
-    model = timm.create_model(recipe['model'], drop_rate=recipe['drop'], **recipe['model_kwargs'])
+    model = timm.create_model(recipe['model'], device='meta', drop_rate=recipe['drop'], **recipe['model_kwargs'])
     block = model.blocks[0]
     assert block.attn.attn_drop.p == block.attn.proj_drop.p == block.mlp.drop2.p == model.head_drop.p == 0.1
     assert type(create_optimizer_v2(model, recipe['opt'], lr=1., momentum=0.9)) is torch.optim.SGD
     assert not create_optimizer_v2(model, recipe['opt'], lr=1.).defaults['nesterov']
+
+
+def test_resnet_is_the_papers(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLES / 'cifar10')
+    importlib.import_module('resnet18_cifar')
+    model = timm.create_model('resnet18_cifar')
+    assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(11.2e6, rel=0.005)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        assert model.eval()(torch.randn(1, 3, 32, 32)).shape == (1, 10)
+    assert counter.get_total_flops() == pytest.approx(1.1e9, rel=0.02)
+    assert model.conv1.weight.std().item() == pytest.approx((2 / (9 * 64)) ** 0.5, rel=0.1)  # He et al., by fan-out
+    backbone = timm.create_model('resnet18_cifar', features_only=True, in_chans=1)
+    sizes = [32 // y.shape[-1] for y in backbone(torch.randn(1, 1, 32, 32))]
+    assert sizes == backbone.feature_info.reduction() == [1, 1, 2, 4, 8]

@@ -2,13 +2,12 @@
 
 Also under torchrun: torchrun --nproc_per_node 2 -m timm_cmhsa train.py ...
 """
+import argparse
 import os
 import runpy
 import sys
 
 import timm_cmhsa  # noqa: F401  registers the models
-
-USAGE = 'usage: python -m timm_cmhsa SCRIPT [ARGUMENTS ...]'
 
 
 def main() -> None:
@@ -16,20 +15,13 @@ def main() -> None:
 
     timm is imported before the script starts, so that it is the installed one, not one in the script's folder.
     """
-    arguments = sys.argv[1:]
-    if not arguments or arguments[0].startswith('-'):
-        asked = arguments[:1] in (['-h'], ['--help'])
-        print(f'{__doc__}\n{USAGE}' if asked else USAGE, file=sys.stdout if asked else sys.stderr)
-        sys.exit(0 if asked else 2)
-    script = arguments[0]
-    try:
-        if not os.path.isdir(script):
-            open(script, 'rb').close()
-    except OSError as e:
-        print(f"{sys.executable}: can't open file {os.path.abspath(script)!r}: [Errno {e.errno}] {e.strerror}",
-              file=sys.stderr)
-        sys.exit(2)
-    sys.argv = arguments
+    parser = argparse.ArgumentParser(prog='python -m timm_cmhsa', description=__doc__)
+    parser.add_argument('script', metavar='SCRIPT')
+    parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER)
+    script = parser.parse_args().script
+    if not os.path.exists(script):
+        parser.error(f"can't open file {os.path.abspath(script)!r}")
+    sys.argv = sys.argv[1:]
     if not getattr(sys.flags, 'safe_path', False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name='__main__')

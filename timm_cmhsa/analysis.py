@@ -1,9 +1,10 @@
 """What attention does: its maps, how much like a convolution every head is, and whether a layer could be one."""
 import contextlib
+import math
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-from timm.layers import to_2tuple
+from timm.layers import gen_relative_position_index, to_2tuple
 from torch import nn
 
 from .attention import RelPosAttention
@@ -23,18 +24,14 @@ class AttentionMaps(NamedTuple):
 class HeadStatistics(NamedTuple):
     """How much like one tap of a convolution a head is. Offsets are key minus query, in patches, (row, column)."""
     best_offset: Tuple[int, int]  # the one that gets most weight
-    best_weight: float  # that it gets, the mean over all queries for which it lies in the image: 1 is a convolution
-    center: Tuple[float, float]  # mean offset of what it looks at, queries averaged
+    best_weight: float  # its mean over the queries for which it lies in the image; 1 for a convolution
+    center: Tuple[float, float]  # mean offset of what the head looks at, over all queries
     distance: float  # of this centre from the query, patches
-    entropy: float  # of the weights, nats, queries averaged: 0 is one patch, ln(N) is all alike
+    entropy: float  # of the weights, nats, mean over queries: 0 for a single patch, ln(N) for all alike
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Every attention layer of this package in a model, or a single layer itself, by name.
-
-    Raises:
-        ValueError: If the model has no such layer.
-    """
+    """Return every attention layer of this package in a model, by name; a layer itself has the name ''."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, ATTENTION_LAYERS)}
     if not layers:
         raise ValueError(
@@ -45,7 +42,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
-    """Attention of every layer of this package in a model, or of a single layer.
+    """Return the attention of every layer of this package in a model, or of a single layer.
 
     Args:
         model: A model of this package, one with convolutions replaced by `attend_convs`, or an attention layer.
@@ -58,37 +55,28 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
         ValueError: If the model has no such layer.
     """
     layers = attention_layers(model)
-    maps: Dict[str, AttentionMaps] = {}
+    weights: Dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         for name, layer in layers.items():
-            stack.enter_context(_watched(name, layer, len(images), maps))
+            def keep(*args: Any, name: str = name) -> None:
+                weights[name] = args[-1].float().expand(len(images), -1, -1, -1)
+
+            stack.callback(setattr, layer, 'fused_attn', layer.fused_attn)
+            layer.fused_attn = False  # fused attention never forms the weights
+            stack.enter_context(layer.attn_drop.register_forward_hook(keep))
         model(images)
+    maps = {}
+    for name, attn in weights.items():
+        num_tokens = attn.shape[-2]
+        zero_key = attn[..., -1] if attn.shape[-1] > num_tokens else None
+        maps[name] = AttentionMaps(attn[..., :num_tokens], zero_key, layers[name].grid_size)
     return maps
 
 
 @contextlib.contextmanager
-def _watched(name: str, layer: Any, num_images: int, maps: Dict[str, AttentionMaps]) -> Iterator[None]:
-    """Keep what passes the dropout of the attention weights, which a fused kernel never forms."""
-    def keep(_: nn.Module, __: Tuple[torch.Tensor, ...], attn: torch.Tensor) -> None:
-        num_tokens = attn.shape[-2]
-        attn = attn.float().expand(num_images, -1, -1, -1)
-        zero_key = attn[..., -1] if attn.shape[-1] > num_tokens else None
-        maps[name] = AttentionMaps(attn[..., :num_tokens], zero_key, layer.grid_size)
-
-    fused_attn = layer.fused_attn
-    layer.fused_attn = False
-    handle = layer.attn_drop.register_forward_hook(keep)
-    try:
-        yield
-    finally:
-        handle.remove()
-        layer.fused_attn = fused_attn
-
-
-@contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, and afterwards in the mode that it was in."""
+    """Put every module in eval mode, and afterwards back in the mode that it was in."""
     training = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -99,34 +87,27 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def offset_profile(maps: AttentionMaps) -> torch.Tensor:
-    """Mean weight that every head gives to every offset, over images and all queries for which it lies in the image.
+    """Return the mean weight that every head gives to every offset, over images and queries.
 
-    Returns:
-        Shape (num_heads, 2h - 1, 2w - 1): offset (row, column) at [:, h - 1 + row, w - 1 + column].
+    The shape is (num_heads, 2h - 1, 2w - 1), offset (row, column) at [:, h - 1 + row, w - 1 + column]. Only queries for
+    which the offset lies in the image count.
     """
     totals, counts = _offset_sums(maps)
     return totals / counts
 
 
 def _offset_sums(maps: AttentionMaps) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Weight of every head and offset, summed over queries, and the number of these: where the offset is in the image.
-
-    Shapes (num_heads, 2h - 1, 2w - 1) and (2h - 1, 2w - 1).
-    """
-    height, width = maps.grid_size
-    weights = maps.weights.mean(dim=0).unflatten(-1, (height, width)).unflatten(1, (height, width))
-    totals = weights.new_zeros(len(weights), 2 * height - 1, 2 * width - 1)
-    counts = weights.new_zeros(2 * height - 1, 2 * width - 1)
-    for row in range(height):
-        for col in range(width):  # keys seen from this query
-            seen = (..., slice(height - 1 - row, 2 * height - 1 - row), slice(width - 1 - col, 2 * width - 1 - col))
-            totals[seen] += weights[:, row, col]
-            counts[seen] += 1
-    return totals, counts
+    """Return the weight of every head and offset, summed over queries, and the number of queries that have it."""
+    index = gen_relative_position_index(maps.grid_size).t().flatten().to(maps.weights.device)
+    counts = index.bincount()
+    weights = maps.weights.mean(dim=0).flatten(1)
+    totals = weights.new_zeros(len(weights), len(counts)).index_add(1, index, weights)
+    sizes = 2 * maps.grid_size[0] - 1, 2 * maps.grid_size[1] - 1
+    return totals.unflatten(1, sizes), counts.unflatten(0, sizes)
 
 
 def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
-    """How convolution-like every head of a layer is.
+    """Return how convolution-like every head of a layer is.
 
     The zero key counts for the entropy as one more key; the centre is that of the weights on patches.
     """
@@ -138,14 +119,14 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     entropies = torch.special.entr(weights).sum(dim=-1).mean(dim=[0, 2])
     statistics = []
     for total, entropy in zip(totals, entropies):
-        best = divmod(int(total.argmax()), 2 * width - 1)
+        row, col = divmod(int(total.argmax()), 2 * width - 1)
         mass = total.sum().clamp(min=1e-12)
         center = ((total.sum(dim=1) @ rows / mass).item(), (total.sum(dim=0) @ cols / mass).item())
         statistics.append(HeadStatistics(
-            best_offset=(best[0] - height + 1, best[1] - width + 1),
-            best_weight=(total[best] / counts[best]).item(),
+            best_offset=(row - height + 1, col - width + 1),
+            best_weight=(total[row, col] / counts[row, col]).item(),
             center=center,
-            distance=(center[0] ** 2 + center[1] ** 2) ** 0.5,
+            distance=math.hypot(*center),
             entropy=entropy.item(),
         ))
     return statistics
@@ -157,16 +138,16 @@ def spans_receptive_field(
         tokens: Optional[torch.Tensor] = None,
         tolerance: float = 1e-3,
 ) -> bool:
-    """Whether the attention patterns of a layer span a K x K receptive field at every query: Lemma 3 of 1911.03584.
+    """Return whether the attention patterns of a layer span a K x K receptive field: Lemma 3 of 1911.03584.
 
-    It is a condition for the layer to express every convolution with this kernel. It is necessary, and not quite
-    sufficient: the combination of heads that makes a tap may differ from query to query here, but a layer has only
-    one. `expresses_convolutions` asks for that as well. Taps that are outside the image at all queries ask for nothing.
+    This is necessary for the layer to express every convolution with this kernel, but not quite sufficient: here the
+    combination of heads that makes a tap may differ from query to query, whereas a layer has only one. See
+    `expresses_convolutions` for that. Taps that lie outside the image for all queries are ignored.
 
     Args:
         attn: An attention layer of this package.
         kernel_size: Kernel of the convolution, in tokens.
-        tokens: Shape (B, N, dim), for which all must hold; by default zero: what position alone gives.
+        tokens: Shape (B, N, dim), for which all must hold; by default zeros, which leave what position alone gives.
         tolerance: Largest distance of a unit vector (all weight on one patch) from the span.
 
     Raises:
@@ -184,9 +165,9 @@ def expresses_convolutions(
         tokens: Optional[torch.Tensor] = None,
         tolerance: float = 1e-3,
 ) -> bool:
-    """Whether values and output projection can be chosen such that the layer is any convolution with this kernel.
+    """Return whether a layer can be any convolution with this kernel, given the right values and output projection.
 
-    There has to be one combination of heads for every tap of the kernel, at all queries alike, which has all weight on
+    For every tap of the kernel there has to be one combination of heads, the same for all queries, with all weight on
     the tap's patch, or none where that is outside the image (zero padding). The heads have to be wide enough besides.
 
     Arguments and errors are those of `spans_receptive_field`.
@@ -202,12 +183,12 @@ def _wanted_and_patterns(
         kernel_size: Size2d,
         tokens: Optional[torch.Tensor],
 ) -> Tuple[torch.Tensor, torch.Tensor]:
-    """At every query: the weights that the taps of a kernel want, (B * N, K_h * K_w, N), and those that heads give."""
+    """Return what the taps of a kernel want at every query, (B * N, K_h * K_w, N), and what the heads give."""
     if not isinstance(attn, ATTENTION_LAYERS):
         raise TypeError(
             f'Expected an attention layer of timm_cmhsa (of an AttendedConv2d, its attn), got {type(attn).__name__}.')
-    kernel_h, kernel_w = to_2tuple(kernel_size)
-    if kernel_h % 2 == 0 or kernel_w % 2 == 0:
+    reach_h, reach_w = (size // 2 for size in to_2tuple(kernel_size))
+    if to_2tuple(kernel_size) != (2 * reach_h + 1, 2 * reach_w + 1):
         raise ValueError(f'kernel_size={kernel_size} has no centre: use an odd size such as 3 or 5.')
     height, width = attn.grid_size
     if tokens is None:
@@ -215,10 +196,8 @@ def _wanted_and_patterns(
         tokens = proj.weight.new_zeros(1, height * width, proj.in_features)
     weights = attention_maps(attn, tokens)[''].weights.double()
 
-    row, col = (index.flatten() for index in torch.meshgrid(
-        torch.arange(height, device=weights.device), torch.arange(width, device=weights.device), indexing='ij'))
-    row_offset, col_offset = row - row.unsqueeze(1), col - col.unsqueeze(1)  # (N, N), key minus query
-    taps = [(row_offset == i) & (col_offset == j) for i in range(-(kernel_h // 2), kernel_h // 2 + 1)
-            for j in range(-(kernel_w // 2), kernel_w // 2 + 1)]
-    wanted = torch.stack(taps, dim=1).double().repeat(len(weights), 1, 1)
-    return wanted, weights.transpose(1, 2).flatten(0, 1)
+    patches = torch.cartesian_prod(torch.arange(height), torch.arange(width))
+    offsets = patches - patches.unsqueeze(1)  # (N, N, 2), key minus query
+    taps = torch.cartesian_prod(torch.arange(-reach_h, reach_h + 1), torch.arange(-reach_w, reach_w + 1))
+    wanted = (offsets.unsqueeze(1) == taps.unsqueeze(1)).all(dim=-1).to(weights)
+    return wanted.repeat(len(weights), 1, 1), weights.transpose(1, 2).flatten(0, 1)

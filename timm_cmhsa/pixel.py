@@ -4,20 +4,20 @@ Paper: `On the Relationship between Self-Attention and Convolutional Layers` - h
 
 A token is a 2 x 2 patch (the paper's invertible downsampling, space to depth), projected to 400 dimensions. Heads
 attend to whole tokens, and one matrix per head takes the place of its value and output projections (W^(h) of Equation
-11): as many parameters as a convolution with a kernel of that many taps. The blocks are timm's, with normalisation
-before attention and MLP, where the authors' code has BERT's, with normalisation behind.
+11): as many parameters as a convolution with a kernel of that many taps. The blocks are timm's, which normalize before
+attention and MLP; the authors' code has BERT's, which normalize after them. The paper's models with 16 heads
+(Appendix F) are the registered ones with `num_heads=16`.
 """
 from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple, use_fused_attn
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.resnet import BasicBlock, ResNet
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from .attention import replace_weight
-from .cmhsa import Cmhsa, checkpoint_filter_fn, common_num_heads, heads_of_blocks
+from .cmhsa import Cmhsa, _cfg, _create_cmhsa, common_num_heads, heads_of_blocks
 from .patches import Size2d
 from .rel_pos import ENCODINGS, QuadraticRelPos, add_attn_mask, create_rel_pos
 
@@ -44,20 +44,7 @@ class PositionalAttention(nn.Module):
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
     ) -> None:
-        """
-        Args:
-            dim: Token width, and that of a head.
-            grid_size: Patches per image side.
-            num_heads: Number of heads; with none, all tokens get the same.
-            rel_pos: Relative position encoding, see `rel_pos.py`.
-            attn_drop: Dropout rate of the attention weights.
-            proj_drop: Dropout rate of the output.
-
-        Raises:
-            ValueError: If the number of heads is negative, there is no such encoding, or it needs queries.
-        """
-        if num_heads < 0:
-            raise ValueError(f'{num_heads=} must not be negative.')
+        """See `RelPosAttention`. Heads are as wide as tokens; with none, the output is the same for all tokens."""
         super().__init__()
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
@@ -106,26 +93,16 @@ class PositionalAttention(nn.Module):
 
 
 class PositionalContentAttention(PositionalAttention):
-    """Heads that attend by relative position and content, the queries times keys.
+    """Heads that attend by relative position and by content, with queries and keys.
 
     Maps tokens of shape (B, N, dim) to the same shape.
     """
 
-    def __init__(
-            self,
-            dim: int,
-            grid_size: Size2d,
-            num_heads: int = 9,
-            rel_pos: str = 'learned_content',
-            attn_drop: float = 0.,
-            proj_drop: float = 0.,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
-    ) -> None:
-        """Arguments are those of `PositionalAttention`."""
-        super().__init__(dim, grid_size, num_heads, rel_pos, attn_drop, proj_drop, device, dtype)
+    def __init__(self, dim: int, grid_size: Size2d, rel_pos: str = 'learned_content', **kwargs: Any) -> None:
+        """See `PositionalAttention`."""
+        super().__init__(dim, grid_size, rel_pos=rel_pos, **kwargs)
         self.fused_attn = use_fused_attn()
-        self.qk = nn.Linear(dim, 2 * num_heads * dim, device=device, dtype=dtype)
+        self.qk = nn.Linear(dim, 2 * self.num_heads * dim, device=kwargs.get('device'), dtype=kwargs.get('dtype'))
         self.reset_parameters()
 
     def forward(
@@ -167,10 +144,7 @@ class PixelAttn(Cmhsa):
             num_heads: Number of heads of every block, or of each.
             rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or
                 'learned_content', which attends by content as well.
-            patch_size: Pixels per patch side.
-            hidden_chans: Token width per pixel of a patch.
-            mlp_ratio: Ratio of MLP hidden width to token width.
-            **kwargs: See `Cmhsa`.
+            patch_size, hidden_chans, mlp_ratio, **kwargs: See `Cmhsa`.
         """
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         super().__init__(
@@ -193,132 +167,50 @@ class PixelAttn(Cmhsa):
         return dict(super().model_args(), num_heads=common_num_heads(self.blocks), rel_pos=rel_pos)
 
 
-class CifarResNet(ResNet):
-    """timm's ResNet with the usual stem for 32 x 32 images: a 3 x 3 convolution, no stride, no pooling."""
-
-    def __init__(self, *args: Any, in_chans: int = 3, **kwargs: Any) -> None:
-        super().__init__(*args, in_chans=in_chans, **kwargs)
-        stem = self.get_submodule('conv1')
-        if not isinstance(stem, nn.Conv2d):
-            raise ValueError('The stem is a single convolution here: leave out stem_type.')
-        dd: Dict[str, Any] = {'device': stem.weight.device, 'dtype': stem.weight.dtype}
-        self.conv1 = nn.Conv2d(in_chans, stem.out_channels, 3, padding=1, bias=False, **dd)
-        nn.init.kaiming_normal_(self.conv1.weight, mode='fan_out', nonlinearity='relu')
-        self.maxpool = nn.Identity()
-        for info in self.feature_info:
-            info['reduction'] //= 2 if info['module'] == 'act1' else 4
-
-
-def _create_pixel_attn(variant: str, pretrained: bool = False, **kwargs: Any) -> PixelAttn:
-    out_indices = kwargs.pop('out_indices', 3)
-    return build_model_with_cfg(
-        PixelAttn,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=out_indices, feature_cls='getter'),
-        **kwargs,
-    )
-
-
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
-    return {
-        'num_classes': 10, 'input_size': (3, 32, 32), 'pool_size': None,
-        'crop_pct': 1.0, 'interpolation': 'bicubic', 'fixed_input_size': True,
-        'mean': (0.4914, 0.4822, 0.4465), 'std': (0.2470, 0.2435, 0.2616),  # of CIFAR-10
-        'first_conv': 'patch_embed.proj', 'classifier': 'head',
-        'paper_ids': 'arXiv:1911.03584',
-        'paper_name': 'On the Relationship between Self-Attention and Convolutional Layers',
-        'license': 'apache-2.0',
-        **kwargs
-    }
-
+_PAPER = dict(
+    input_size=(3, 32, 32), crop_pct=1.0, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+    paper_ids='arXiv:1911.03584', paper_name='On the Relationship between Self-Attention and Convolutional Layers')
 
 default_cfgs = generate_default_cfgs({
-    'pixel_attn_quadratic': _cfg(),
-    'pixel_attn_quadratic_gen': _cfg(),
-    'pixel_attn_learned': _cfg(),
-    'pixel_attn_learned_content': _cfg(),
+    'pixel_attn_quadratic': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_quadratic_gen': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned_content': _cfg(num_classes=10, **_PAPER),
 
-    'pixel_attn_16h_quadratic': _cfg(),
-    'pixel_attn_16h_quadratic_gen': _cfg(),
-    'pixel_attn_16h_learned': _cfg(),
-    'pixel_attn_16h_learned_content': _cfg(),
-
-    'test_pixel_attn': _cfg(num_classes=1000),
-
-    'pixel_resnet18': _cfg(
-        pool_size=(4, 4), fixed_input_size=False, first_conv='conv1', classifier='fc', paper_ids='arXiv:1512.03385',
-        paper_name='Deep Residual Learning for Image Recognition'),
+    'test_pixel_attn': _cfg(**_PAPER),
 })
 
 
 @register_model
 def pixel_attn_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by round Gaussians ("SA quadratic emb.", Table 1). """
-    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='quadratic')
-    return _create_pixel_attn('pixel_attn_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args = dict(rel_pos='quadratic')
+    return _create_cmhsa(PixelAttn, 'pixel_attn_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def pixel_attn_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by Gaussians of any shape ("SA quadratic emb. gen.", Table 4). """
-    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='quadratic_gen')
-    return _create_pixel_attn('pixel_attn_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args = dict(rel_pos='quadratic_gen')
+    return _create_cmhsa(PixelAttn, 'pixel_attn_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def pixel_attn_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by learned row and column embeddings ("SA learned emb.", Table 1). """
-    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='learned')
-    return _create_pixel_attn('pixel_attn_learned', pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args = dict(rel_pos='learned')
+    return _create_cmhsa(PixelAttn, 'pixel_attn_learned', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def pixel_attn_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by such embeddings and content ("SA learned emb. + content", Table 1). """
-    model_args = dict(img_size=32, num_classes=10, num_heads=9, rel_pos='learned_content')
-    return _create_pixel_attn('pixel_attn_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
-def pixel_attn_16h_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
-    """ 6 layers of 16 heads that attend by round Gaussians (Appendix F). """
-    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='quadratic')
-    return _create_pixel_attn('pixel_attn_16h_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
-def pixel_attn_16h_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
-    """ 6 layers of 16 heads that attend by Gaussians of any shape. """
-    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='quadratic_gen')
-    return _create_pixel_attn('pixel_attn_16h_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
-def pixel_attn_16h_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
-    """ 6 layers of 16 heads that attend by learned row and column embeddings. """
-    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='learned')
-    return _create_pixel_attn('pixel_attn_16h_learned', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
-def pixel_attn_16h_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
-    """ 6 layers of 16 heads that attend by such embeddings and content. """
-    model_args = dict(img_size=32, num_classes=10, num_heads=16, rel_pos='learned_content')
-    return _create_pixel_attn('pixel_attn_16h_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
+    model_args = dict(rel_pos='learned_content')
+    return _create_cmhsa(PixelAttn, 'pixel_attn_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
 
 
 @register_model
 def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ Attention on pixels, for unit tests. """
-    model_args = dict(img_size=32, patch_size=4, hidden_chans=3, depth=4)
-    return _create_pixel_attn('test_pixel_attn', pretrained=pretrained, **dict(model_args, **kwargs))
-
-
-@register_model
-def pixel_resnet18(pretrained: bool = False, **kwargs: Any) -> ResNet:
-    """ The ResNet-18 that the pixel models are compared with (Table 1). """
-    model_args = dict(block=BasicBlock, layers=(2, 2, 2, 2), num_classes=10)
-    return build_model_with_cfg(
-        CifarResNet, 'pixel_resnet18', pretrained, **dict(model_args, **kwargs))
+    model_args = dict(patch_size=4, hidden_chans=3, depth=4)
+    return _create_cmhsa(PixelAttn, 'test_pixel_attn', pretrained=pretrained, **dict(model_args, **kwargs))

@@ -1,11 +1,10 @@
-"""Degenerate heads of the generalised quadratic encoding: found, and pruned (arXiv 1911.03584, Appendix E)."""
-from typing import Dict, List, Union
+"""Find and prune degenerate heads of the generalized quadratic encoding (arXiv 1911.03584, Appendix E)."""
+from typing import Any, Dict, List
 
 import torch
 from torch import nn
 
 from .attention import RelPosAttention
-from .pixel import PositionalAttention
 from .rel_pos import GeneralQuadraticRelPos
 
 MIN_EIGENVALUE = 1e-5  # patches^-2; if the largest of a head's inverse covariance is smaller, it attends to all alike
@@ -13,34 +12,32 @@ MAX_CONDITION = 1e5  # if the ratio of the two is larger, it attends to a thin s
 
 
 def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
-    """Numbers of the heads that attend to everything alike, or to a thin stripe, by the criterion of Appendix E."""
+    """Return the heads that attend to everything alike, or to a thin stripe, by the criterion of Appendix E."""
     smallest, largest = torch.linalg.eigvalsh(rel_pos.inv_covariance().detach().double().cpu()).unbind(dim=-1)
     degenerate = (largest < MIN_EIGENVALUE) | (largest > MAX_CONDITION * smallest)
     return degenerate.nonzero().flatten().tolist()
 
 
 def prune_degenerate_heads(model: nn.Module) -> Dict[str, List[int]]:
-    """Remove degenerate heads from a model with the generalised quadratic encoding, in place.
+    """Remove degenerate heads from a model with the generalized quadratic encoding, in place.
 
-    What they contributed is lost (Appendix E trains on for a few epochs, at a tenth of the learning rate).
-    The model is then a smaller one: `model.model_args()` tells its `num_heads`, a list where blocks differ, with which
-    `timm.create_model` makes it anew. Its parameters are new, so that an optimizer has to be made afterwards.
+    What they contributed is lost; Appendix E trains on for a few epochs, at a tenth of the learning rate. To create
+    the smaller model again, pass `model.model_args()` to `timm.create_model`: its `num_heads` is a list where blocks
+    differ. The parameters are new, so create the optimizer afterwards.
 
     Returns:
-        Numbers of the heads removed, from 0, by name of the layer; a layer that has lost none is there with none.
+        Indices of the removed heads by name of the layer, an empty list for a layer that has lost none.
 
     Raises:
         ValueError: If no layer has this encoding, or one that needs a head would lose all; the model is left as it was.
     """
-    layers: Dict[str, Union[RelPosAttention, PositionalAttention]] = {}
-    pruned: Dict[str, List[int]] = {}
-    for name, module in model.named_modules():
-        rel_pos = getattr(module, 'rel_pos', None)
-        if isinstance(module, (RelPosAttention, PositionalAttention)) and isinstance(rel_pos, GeneralQuadraticRelPos):
-            layers[name], pruned[name] = module, degenerate_heads(rel_pos)
+    layers: Dict[str, Any] = {
+        name: module for name, module in model.named_modules()
+        if isinstance(getattr(module, 'rel_pos', None), GeneralQuadraticRelPos) and hasattr(module, 'keep_heads')}
     if not layers:
-        raise ValueError(f"{type(model).__name__} has no layer with rel_pos='quadratic_gen': only its heads can be "
-                         f'degenerate.')
+        raise ValueError(
+            f"{type(model).__name__} has no layer with rel_pos='quadratic_gen': only its heads can be degenerate.")
+    pruned = {name: degenerate_heads(layer.rel_pos) for name, layer in layers.items()}
     for name, layer in layers.items():
         if isinstance(layer, RelPosAttention) and len(pruned[name]) == layer.num_heads:
             raise ValueError(
