@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 
 RESNET, PRUNED = 'ResNet-18', 'generalised quadratic, pruned'
 CHOICES = (
-    Choice(RESNET, 'pixel_resnet18', dict(in_chans=1, num_classes=10)),
+    Choice(RESNET, 'resnet18_cifar', dict(in_chans=1, num_classes=10)),
     Choice('quadratic', 'pixel_attn_quadratic', SHAPE),
     Choice('generalised quadratic', 'pixel_attn_quadratic_gen', SHAPE),
     Choice('learned', 'pixel_attn_learned', SHAPE),

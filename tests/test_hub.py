@@ -260,7 +260,8 @@ def test_more_training_of_the_same_model_replaces_it(hub):
 
 def test_model_card(hub, folder):
     (folder / 'results.json').write_text(json.dumps({'model': 'cmhsa_attn', 'top1': 92.25, 'top5': '99.5'}))
-    training = dict(model=CONV, img_size=32, epochs=80, lr=1e-3, opt='adamw', mixup=0.8, cutmix=0., data_dir='/home/alice/secret')
+    training = dict(
+        model=CONV, img_size=32, epochs=80, lr=1e-3, opt='adamw', mixup=0.8, cutmix=0., data_dir='/home/alice/secret')
     torch.save({'state_dict': create().state_dict(), 'arch': CONV, 'args': training}, 'last.pth.tar')
     assert push('--dataset', 'uoft-cs/cifar100', '--dataset', 'alice/more', '--license', 'mit', '--results',
                 'results.json', src='last.pth.tar') == 0

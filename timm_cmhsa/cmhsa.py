@@ -115,11 +115,7 @@ class Cmhsa(VisionTransformer):
         return {name for name, _ in self.named_parameters() if '.rel_pos.' in name}
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        """Change the input resolution; every offset between patches keeps its bias.
-
-        Args:
-            img_size: New input size, pixels; if None the current one is kept.
-            patch_size: None or the present patch size.
+        """Change the input resolution, pixels; every offset between patches keeps its bias.
 
         Raises:
             ValueError: If the image is not divisible by the patch, or the patch size would change.
@@ -280,7 +276,7 @@ def create_cmhsa(cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[
     )
 
 
-def _cfg(**kwargs: Any) -> Dict[str, Any]:
+def cfg(**kwargs: Any) -> Dict[str, Any]:
     return {
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
         'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
@@ -296,19 +292,19 @@ _SMALL = dict(input_size=(3, 32, 32), crop_pct=1.0)
 _CONV = dict(first_conv=())  # phase 1's projection has no weights to adapt to in_chans
 
 default_cfgs = generate_default_cfgs({
-    'cmhsa_conv_k3': _cfg(**_CONV),
-    'cmhsa_conv_k5': _cfg(**_CONV),
-    'cmhsa_attn': _cfg(),
-    'cmhsa_attn_16x96': _cfg(),
+    'cmhsa_conv_k3': cfg(**_CONV),
+    'cmhsa_conv_k5': cfg(**_CONV),
+    'cmhsa_attn': cfg(),
+    'cmhsa_attn_16x96': cfg(),
 
-    'cmhsa_conv_k3_patch4_32': _cfg(**_CONV, **_SMALL),
-    'cmhsa_conv_k5_patch4_32': _cfg(**_CONV, **_SMALL),
-    'cmhsa_attn_patch4_32': _cfg(**_SMALL),
-    'cmhsa_attn_16x48_patch4_32': _cfg(**_SMALL),
+    'cmhsa_conv_k3_patch4_32': cfg(**_CONV, **_SMALL),
+    'cmhsa_conv_k5_patch4_32': cfg(**_CONV, **_SMALL),
+    'cmhsa_attn_patch4_32': cfg(**_SMALL),
+    'cmhsa_attn_16x48_patch4_32': cfg(**_SMALL),
 
-    'test_cmhsa_conv_k3': _cfg(**_CONV, **_SMALL),
-    'test_cmhsa_conv_k5': _cfg(**_CONV, **_SMALL),
-    'test_cmhsa_attn': _cfg(**_SMALL),
+    'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
+    'test_cmhsa_conv_k5': cfg(**_CONV, **_SMALL),
+    'test_cmhsa_attn': cfg(**_SMALL),
 })
 
 _PATCH4_32 = dict(img_size=32, patch_size=4, hidden_chans=12)

@@ -17,6 +17,7 @@ from .analysis import eval_mode
 from .attention import RelPosAttention
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
 from .efficient import is_watched, multiplications
+from .files import one_line
 from .patches import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
@@ -56,8 +57,7 @@ def _change(counts: Sequence[Tuple[int, int]]) -> str:
     return f'{before / 1e6:.3g} -> {after / 1e6:.3g}'
 
 
-# Keep these as leaves for FX: they branch on traced values.
-@torch.fx.wrap
+@torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
 @register_notrace_function
 def map_to_tokens(
         x: torch.Tensor,
@@ -161,7 +161,8 @@ def attend_convs(
         The model.
 
     Raises:
-        ValueError: If there is nothing to replace; the model is left as it was.
+        ValueError: If there is nothing to replace, or the model does not run with such an input; the model is left as
+            it was.
     """
     convs = _select(model, [names] if isinstance(names, str) else names)
     if input_size is None:
@@ -248,7 +249,10 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
         stack.enter_context(eval_mode(model))
         for conv in shapes:
             stack.enter_context(conv.register_forward_hook(see, with_kwargs=True))
-        model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
+        try:
+            model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
+        except Exception as e:  # whatever it is, the model does not run with this
+            raise ValueError(f'{type(model).__name__} does not run with {input_size=}: {one_line(e)}.') from e
     return shapes
 
 

@@ -20,12 +20,8 @@ def build_phase1(
 ) -> CmhsaConv:
     """Build the phase-1 model of these tensors, which it holds itself and not as copies.
 
-    Args:
-        state_dict: Tensors of a `CmhsaConv`.
-        architecture: Registered name of the model, if known.
-        pretrained_cfg: What is known of its preprocessing and classes.
-        **known: Arguments of the model as far as they are known; None is not known. The shapes of the tensors tell
-            most. Patches are square by default, and images have as many channels as a token carries, at most 3.
+    The shapes of the tensors tell most of its arguments; None is not known. Patches are square by default, and images
+    have as many channels as a token carries, at most 3.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, NaN or Inf is among them, or nothing tells the

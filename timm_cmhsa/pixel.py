@@ -17,7 +17,7 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from .attention import replace_weight
-from .cmhsa import Cmhsa, _cfg, _create_cmhsa, common_num_heads, heads_of_blocks
+from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
 from .patches import Size2d
 from .rel_pos import ENCODINGS, QuadraticRelPos, add_attn_mask, create_rel_pos
 
@@ -45,6 +45,8 @@ class PositionalAttention(nn.Module):
             dtype: Optional[torch.dtype] = None,
     ) -> None:
         """See `RelPosAttention`. Heads are as wide as tokens; with none, the output is the same for all tokens."""
+        if num_heads < 0:
+            raise ValueError(f'{num_heads=} must not be negative.')
         super().__init__()
         dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
@@ -135,8 +137,6 @@ class PixelAttn(Cmhsa):
             patch_size: Size2d = 2,
             hidden_chans: int = 100,
             mlp_ratio: float = 1.28,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
             **kwargs: Any,
     ) -> None:
         """
@@ -146,9 +146,8 @@ class PixelAttn(Cmhsa):
                 'learned_content', which attends by content as well.
             patch_size, hidden_chans, mlp_ratio, **kwargs: See `Cmhsa`.
         """
-        dd: Dict[str, Any] = {'device': device, 'dtype': dtype}
-        super().__init__(
-            patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs, **dd)
+        super().__init__(patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs)
+        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         by_content = rel_pos in ENCODINGS and ENCODINGS[rel_pos].depends_on_queries
         attn_layer = PositionalContentAttention if by_content else PositionalAttention
         for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
@@ -172,45 +171,40 @@ _PAPER = dict(
     paper_ids='arXiv:1911.03584', paper_name='On the Relationship between Self-Attention and Convolutional Layers')
 
 default_cfgs = generate_default_cfgs({
-    'pixel_attn_quadratic': _cfg(num_classes=10, **_PAPER),
-    'pixel_attn_quadratic_gen': _cfg(num_classes=10, **_PAPER),
-    'pixel_attn_learned': _cfg(num_classes=10, **_PAPER),
-    'pixel_attn_learned_content': _cfg(num_classes=10, **_PAPER),
+    'pixel_attn_quadratic': cfg(num_classes=10, **_PAPER),
+    'pixel_attn_quadratic_gen': cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned': cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned_content': cfg(num_classes=10, **_PAPER),
 
-    'test_pixel_attn': _cfg(**_PAPER),
+    'test_pixel_attn': cfg(**_PAPER),
 })
 
 
 @register_model
 def pixel_attn_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by round Gaussians ("SA quadratic emb.", Table 1). """
-    model_args = dict(rel_pos='quadratic')
-    return _create_cmhsa(PixelAttn, 'pixel_attn_quadratic', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(PixelAttn, 'pixel_attn_quadratic', pretrained, kwargs, rel_pos='quadratic')
 
 
 @register_model
 def pixel_attn_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by Gaussians of any shape ("SA quadratic emb. gen.", Table 4). """
-    model_args = dict(rel_pos='quadratic_gen')
-    return _create_cmhsa(PixelAttn, 'pixel_attn_quadratic_gen', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(PixelAttn, 'pixel_attn_quadratic_gen', pretrained, kwargs, rel_pos='quadratic_gen')
 
 
 @register_model
 def pixel_attn_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by learned row and column embeddings ("SA learned emb.", Table 1). """
-    model_args = dict(rel_pos='learned')
-    return _create_cmhsa(PixelAttn, 'pixel_attn_learned', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(PixelAttn, 'pixel_attn_learned', pretrained, kwargs, rel_pos='learned')
 
 
 @register_model
 def pixel_attn_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ 6 layers of 9 heads that attend by such embeddings and content ("SA learned emb. + content", Table 1). """
-    model_args = dict(rel_pos='learned_content')
-    return _create_cmhsa(PixelAttn, 'pixel_attn_learned_content', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(PixelAttn, 'pixel_attn_learned_content', pretrained, kwargs, rel_pos='learned_content')
 
 
 @register_model
 def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
     """ Attention on pixels, for unit tests. """
-    model_args = dict(patch_size=4, hidden_chans=3, depth=4)
-    return _create_cmhsa(PixelAttn, 'test_pixel_attn', pretrained=pretrained, **dict(model_args, **kwargs))
+    return create_cmhsa(PixelAttn, 'test_pixel_attn', pretrained, kwargs, patch_size=4, hidden_chans=3, depth=4)

@@ -1,1 +1,6 @@
-"""What the experiments share: images, training, runs side by side, tables and plots."""
+"""What the experiments share: images, training, resumable runs, tables and plots."""
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / 'examples' / 'cifar10'))
+import resnet18_cifar  # noqa: E402, F401  registers the model

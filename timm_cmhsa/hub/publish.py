@@ -171,18 +171,7 @@ def push_to_hub(
 ) -> str:
     """Publish a model, so that `timm.create_model('hf-hub:USER/NAME', pretrained=True)` loads it.
 
-    Args:
-        model: A model of this package, phase 1 or 2, before or after more training.
-        repo_id: `USER/NAME`; made if it does not exist.
-        private, revision, create_pr, commit_message, overwrite_readme, overwrite_model: See `push_folder_to_hub`.
-        label_names, license, datasets, base_model, results, details: See `save_for_hub`.
-
-    Returns:
-        Address of the model, or of the pull request.
-
-    Raises:
-        CheckpointError: If timm could not make this model again, or an argument is bad. Nothing was sent.
-        HubError: If the Hub was not reached or refused, see `push_folder_to_hub`.
+    Arguments and errors are those of `save_for_hub`, then `push_folder_to_hub`, which returns the address.
     """
     check_push(repo_id, revision, create_pr, commit_message)
     with tempfile.TemporaryDirectory() as parent:
