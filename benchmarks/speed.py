@@ -25,8 +25,7 @@ import torch
 from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.collect_env import get_nvidia_driver_version
-from torch.utils.collect_env import run as run_command
+from torch.utils.collect_env import get_nvidia_driver_version, run as run_command
 from torch.utils.flop_counter import FlopCounterMode
 
 import timm_cmhsa

@@ -3,8 +3,7 @@ import math
 import pytest
 import timm
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from timm.layers import set_fused_attn
 from timm.utils import AttentionExtract
 from torch import nn

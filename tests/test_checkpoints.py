@@ -14,8 +14,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from PIL import Image
 from timm.models import load_checkpoint
 from timm.optim import create_optimizer_v2
@@ -304,7 +303,7 @@ def test_quadratic_encodings(rel_pos, src, conv_model, tmp_path):
 
 @pytest.mark.parametrize('rel_pos', ['learned', 'cubic'])
 def test_encodings_that_cannot_express_a_convolution_are_refused(rel_pos, src, conv_model, tmp_path):
-    message = f"rel_pos='{rel_pos}' cannot express a convolution: use .table., .quadratic. or .quadratic_gen."
+    message = f"rel_pos='{rel_pos}' cannot express a convolution: use table, quadratic, quadratic_gen"
     with pytest.raises(CheckpointError, match=message):
         convert_checkpoint(src, tmp_path / 'converted', rel_pos=rel_pos)
     with pytest.raises(ValueError, match=message):

@@ -171,7 +171,7 @@ def test_every_encoding_can_be_chosen(name):
         other.load_state_dict(model.state_dict())
         torch.testing.assert_close(other.eval()(x[..., :16, :].repeat(1, 1, 1, 2)),
                                    model.eval()(x[..., :16, :].repeat(1, 1, 1, 2)))
-    with pytest.raises(ValueError, match="rel_pos='cubic' is not a relative position encoding: use 'table', "):
+    with pytest.raises(ValueError, match="rel_pos='cubic' is not a relative position encoding: use table, "):
         timm.create_model(name, rel_pos='cubic')
 
 

@@ -4,8 +4,7 @@ import logging
 import pytest
 import timm
 import torch
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from timm.layers import Conv2dSame, StdConv2d
 from timm.optim import param_groups_weight_decay
 from torch import nn

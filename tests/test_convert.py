@@ -4,8 +4,7 @@ import copy
 import pytest
 import timm
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from timm.utils import ModelEmaV3
 from torch import nn
 

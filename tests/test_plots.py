@@ -19,13 +19,13 @@ from timm_cmhsa.plots import (
     attention_figure,
     attention_from,
     center_figure,
+    data as plot_data,
     gaussians,
     mean_attention,
     plot_attention,
     statistics_figure,
     statistics_movement_figure,
 )
-from timm_cmhsa.plots import data as plot_data
 from timm_cmhsa.plots.draw import draw_figures
 
 

@@ -3,8 +3,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from timm.layers import set_fused_attn
 from torch import nn
 
@@ -143,7 +142,7 @@ def test_layers_of_many_tokens_attend_in_chunks():
 
 
 def test_unknown_encodings_are_told():
-    with pytest.raises(ValueError, match="use 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'"):
+    with pytest.raises(ValueError, match='use table, quadratic, quadratic_gen, learned, learned_content'):
         create_rel_pos('cubic', (2, 2), 1, 4)
 
 

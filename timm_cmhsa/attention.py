@@ -18,12 +18,12 @@ from .efficient import (
     multiplications,
 )
 from .patches import Size2d
-from .rel_pos import QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
 
-class RelPosAttention(Attention):
+class RelPosAttention(OnGrid, Attention):
     """Multi-head self-attention with relative position bias (Equations 2 to 4 of arXiv 2111.01353).
 
     The zero key, one more key than there are tokens, has a zero key, a zero value and a learned bias per head (what
@@ -93,14 +93,9 @@ class RelPosAttention(Attention):
                 nn.init.zeros_(linear.bias)
         self.rel_pos.reset_parameters()
 
-    @property
-    def grid_size(self) -> Tuple[int, int]:
-        return self.rel_pos.grid_size
-
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        """Change the grid; every offset keeps its bias."""
         if grid_size != self.grid_size:
-            self.rel_pos.set_grid_size(grid_size)
+            super().set_grid_size(grid_size)
             self.absorb, self.chunk_size = self.default_form()
 
     def extra_repr(self) -> str:
@@ -114,7 +109,7 @@ class RelPosAttention(Attention):
             is_causal: bool = False,
     ) -> torch.Tensor:
         if not torch.jit.is_scripting() and self.can_absorb():
-            return self.forward_absorbed(x, attn_mask, is_causal)
+            return self.forward_absorbed(x, add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal))
         B, N, _ = x.shape
         q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, self.head_dim).permute(2, 0, 3, 1, 4).unbind(0)
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])  # the zero key
@@ -135,13 +130,7 @@ class RelPosAttention(Attention):
         return self.proj_drop(x)
 
     @torch.jit.unused
-    def forward_absorbed(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
-        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+    def forward_absorbed(self, x: torch.Tensor, attn_bias: torch.Tensor) -> torch.Tensor:
         query_weight, query_bias, out_weight = absorb_weights(self.qkv, self.proj, self.num_heads)
         dropout_p = self.attn_drop.p if self.training else 0.
         x = multi_query_attention(F.linear(x, query_weight, query_bias), x, attn_bias, self.scale, dropout_p)

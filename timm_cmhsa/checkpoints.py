@@ -14,7 +14,7 @@ from .construction import HeadOptions
 from .convert import convert_model, fit_heads, matching_architecture, verify
 from .files import PICKLE_SUFFIXES, CheckpointError, check_destination, read_checkpoint, whole_or_nothing
 from .hub.download import PREFIXES, download
-from .images import image_dataset, read_images
+from .images import read_folder
 from .patches import Size2d
 from .phase1 import DTYPES, build_phase1
 from .report import ConversionReport
@@ -80,7 +80,7 @@ def convert_checkpoint(
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
         dtype: Type of the written tensors; by default the source's.
-        images: Folder of images to verify on besides random ones; the first 64 are taken.
+        images: Folder of images to verify on besides random ones; at most 64 of all its classes are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
             default 1e-4, and any where the rewrite is approximate.
         force: Overwrite an existing destination.
@@ -167,8 +167,7 @@ def convert_and_verify(
         NUM_RANDOM_IMAGES, phase1.model.in_chans, *phase1.model.patch_embed.img_size, generator=generator)
     real_images = random_images[:0]
     if images is not None:
-        dataset = image_dataset(Path(images), converted)
-        real_images = read_images(dataset, Path(images), range(min(len(dataset), MAX_REAL_IMAGES)))
+        real_images, _ = read_folder(Path(images), converted, MAX_REAL_IMAGES)
     measured = verify(phase1.model, converted, torch.cat([random_images, real_images]).to(compute_dtype))
     assert heads.sharpness is not None
     report = ConversionReport(

@@ -37,7 +37,9 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     parser, push_options = _convert_parser()
     args = parser.parse_args(argv)
     if args.push_to_hub is None:
-        _refuse_without_push(parser, push_options, args)
+        for name in push_options:
+            if getattr(args, name) != parser.get_default(name):
+                parser.error(f"--{name.replace('_', '-')} is for --push-to-hub USER/NAME")
         if args.dst is None:
             parser.error('DST is missing: give a file or folder, or --push-to-hub USER/NAME')
     try:
@@ -126,12 +128,6 @@ def _about(args: argparse.Namespace) -> Dict[str, Any]:
         base_model=args.src.partition(':')[2].partition('@')[0] if args.src.startswith(PREFIXES) else None,
         results=None if args.results is None else read_results(args.results),
     )
-
-
-def _refuse_without_push(parser: argparse.ArgumentParser, push_options: List[str], args: argparse.Namespace) -> None:
-    for name in push_options:
-        if getattr(args, name) != parser.get_default(name):
-            parser.error(f"--{name.replace('_', '-')} is for --push-to-hub USER/NAME")
 
 
 def read_label_names(path: Path) -> List[str]:
@@ -235,22 +231,19 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.split('.')[0] != 'matplotlib':
             raise
-        return _fail("matplotlib is missing: pip install 'timm_cmhsa[plots]'")
+        print("plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'", file=sys.stderr)
+        return 2
     try:
         args.source = in_order_of_training(args.source)
         for path in plot_attention(**vars(args)):
             print(path)
     except (CheckpointError, PlotError) as e:
-        return _fail(str(e))
+        print(f'plot_attention: error: {_in_flags(str(e), parser)}', file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print('\nplot_attention: interrupted, nothing was written.', file=sys.stderr)
         return 128 + signal.SIGINT
     return 0
-
-
-def _fail(message: str) -> int:
-    print(f'plot_attention: error: {message}', file=sys.stderr)
-    return 2
 
 
 def _positive(text: str) -> int:

@@ -15,7 +15,7 @@ from torch import nn
 
 from .attention import RelPosAttention
 from .patches import Size2d
-from .rel_pos import POINTABLE, OffsetRelPos, join_names
+from .rel_pos import POINTABLE, OffsetRelPos
 
 
 class HeadOptions(NamedTuple):
@@ -156,7 +156,7 @@ def plan_heads(
     """
     _check_plain(conv)
     if rel_pos not in POINTABLE:
-        raise ValueError(f'rel_pos={rel_pos!r} cannot express a convolution: use {join_names(POINTABLE)}.')
+        raise ValueError(f'rel_pos={rel_pos!r} cannot express a convolution: use {", ".join(POINTABLE)}.')
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .rel_pos import OffsetRelPos, RelPos, add_attn_mask
+from .rel_pos import OffsetRelPos, OnGrid, RelPos, add_attn_mask
 
 MAX_BIAS_ENTRIES = 2 ** 26  # of a layer and step: 256 MB in float32; beyond, queries attend in chunks
 KEY_PADDING = 8  # dimensions that `absorb_weights` adds to a key: it needs one, and GPUs prefer multiples of 8
@@ -118,7 +118,7 @@ def multi_query_attention(
     return x.reshape(B, N, -1)
 
 
-class AbsorbedRelPosAttention(nn.Module):
+class AbsorbedRelPosAttention(OnGrid, nn.Module):
     """`RelPosAttention` for inference, its weights absorbed once and for all. Nothing of it can be trained."""
     fused_attn: Final[bool]
 
@@ -134,13 +134,6 @@ class AbsorbedRelPosAttention(nn.Module):
         self.rel_pos = rel_pos
         self.proj = _linear(out_weight, proj.bias)
         self.to(dtype).requires_grad_(False)
-
-    @property
-    def grid_size(self) -> Tuple[int, int]:
-        return self.rel_pos.grid_size
-
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        self.rel_pos.set_grid_size(grid_size)
 
     def forward(
             self,

@@ -1,6 +1,6 @@
 """Images for a model: of a folder, as timm's validation would feed them, or noise; and back to pixels to look at."""
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional, Tuple, Union
+from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
 from timm.data import ImageDataset, create_transform, resolve_data_config
@@ -38,10 +38,7 @@ def choose_images(
         pixels = images
         names = [f'image {i + 1}' for i in range(len(pixels))]
     else:
-        dataset = image_dataset(Path(images), model)
-        indices = evenly_spaced(len(dataset), num_images)
-        pixels = read_images(dataset, Path(images), indices)
-        names = [dataset.filename(i) for i in indices]
+        pixels, names = read_folder(Path(images), model, num_images)
     title = '1 image' if len(names) == 1 else f'{len(names)} images'
     if images is None:
         title += ' of random noise'
@@ -54,11 +51,11 @@ def evenly_spaced(total: int, count: int) -> List[int]:
     return [i * total // count for i in range(count)]
 
 
-def image_dataset(folder: Path, model: nn.Module) -> ImageDataset:
-    """Open all images of a folder and the folders in it, prepared for a model.
+def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
+    """Return images of a folder and the folders in it, prepared for a model, (B, C, H, W), and their names.
 
     Raises:
-        CheckpointError: If there are none, or the model takes other inputs.
+        CheckpointError: If there are none, they cannot be read, or the model takes other inputs.
     """
     if not folder.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
@@ -68,25 +65,11 @@ def image_dataset(folder: Path, model: nn.Module) -> ImageDataset:
     if in_chans not in modes:
         raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {in_chans}.')
     try:
-        return ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[in_chans])
+        dataset = ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[in_chans])
+        indices = evenly_spaced(len(dataset), count)
+        return torch.stack([dataset[i][0] for i in indices]), [dataset.filename(i) for i in indices]
     except (OSError, RuntimeError) as e:
-        raise _unreadable(folder, e) from e
-
-
-def read_images(dataset: ImageDataset, folder: Path, indices: Iterable[int]) -> torch.Tensor:
-    """Read some of its images, of shape (B, C, H, W).
-
-    Raises:
-        CheckpointError: If they cannot be read.
-    """
-    try:
-        return torch.stack([dataset[i][0] for i in indices])
-    except (OSError, RuntimeError) as e:
-        raise _unreadable(folder, e) from e
-
-
-def _unreadable(folder: Path, error: Exception) -> CheckpointError:
-    return CheckpointError(f'{folder} holds no images that can be read: {error}')
+        raise CheckpointError(f'{folder} holds no images that can be read: {e}') from e
 
 
 def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:

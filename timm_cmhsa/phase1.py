@@ -31,7 +31,7 @@ def build_phase1(
     args = infer_model_args(state_dict, known)
     name = architecture if architecture in timm.list_models('*cmhsa_conv*') else None
     if 'img_size' not in args:
-        name = name or matching_phase1(to_2tuple(args['patch_size']))
+        name = name or _matching_phase1(to_2tuple(args['patch_size']))
         args['img_size'] = timm.get_pretrained_cfg_value(name, 'input_size')[1:]
     overlay = dict(pretrained_cfg or {})
     try:
@@ -68,7 +68,7 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
     return args
 
 
-def matching_phase1(patch_size: Tuple[int, int]) -> str:
+def _matching_phase1(patch_size: Tuple[int, int]) -> str:
     """Return the first registered phase-1 model with patches of this size."""
     for name in timm.list_models('cmhsa_conv*'):
         if timm.create_model(name, depth=1, device=torch.device('meta')).patch_embed.patch_size == patch_size:

@@ -8,7 +8,7 @@ attend to whole tokens, and one matrix per head takes the place of its value and
 attention and MLP; the authors' code has BERT's, which normalize after them. The paper's models with 16 heads
 (Appendix F) are the registered ones with `num_heads=16`.
 """
-from typing import Any, Dict, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
@@ -19,14 +19,14 @@ from torch import nn
 from .attention import replace_weight
 from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
 from .patches import Size2d
-from .rel_pos import ENCODINGS, QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import ENCODINGS, OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
 __all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
 
 
-class PositionalAttention(nn.Module):
+class PositionalAttention(OnGrid, nn.Module):
     """Heads that attend by relative position alone: the same pattern for all images.
 
     Maps tokens of shape (B, N, dim) to the same shape.
@@ -65,15 +65,6 @@ class PositionalAttention(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=.02)
                 nn.init.zeros_(module.bias)
         self.rel_pos.reset_parameters()
-
-    @property
-    def grid_size(self) -> Tuple[int, int]:
-        return self.rel_pos.grid_size
-
-    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
-        """Change the grid; every offset keeps its bias."""
-        if grid_size != self.grid_size:
-            self.rel_pos.set_grid_size(grid_size)
 
     def keep_heads(self, heads: List[int]) -> None:
         """Remove all other heads. Needs a quadratic encoding."""

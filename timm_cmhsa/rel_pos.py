@@ -14,7 +14,7 @@ One depends on the queries as well:
 All can have one more key, the zero key. It has no position; its bias is a learned number per head.
 """
 import math
-from typing import Any, Iterable, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -312,6 +312,21 @@ class LearnedContentRelPos(RelPos):
         return bias
 
 
+class OnGrid:
+    """Mixin of the attention layers: their grid is that of their encoding."""
+    if TYPE_CHECKING:
+        rel_pos: RelPos  # TorchScript knows no such annotation
+
+    @property
+    def grid_size(self) -> Grid:
+        return self.rel_pos.grid_size
+
+    def set_grid_size(self, grid_size: Grid) -> None:
+        """Change the grid; every offset keeps its bias."""
+        if grid_size != self.grid_size:
+            self.rel_pos.set_grid_size(grid_size)
+
+
 ENCODINGS = {cls.name: cls for cls in (
     RelPosTable, QuadraticRelPos, GeneralQuadraticRelPos, LearnedRelPos, LearnedContentRelPos)}
 POINTABLE = ('table', 'quadratic', 'quadratic_gen')  # those with a `point_head`, which can express a convolution
@@ -333,14 +348,8 @@ def create_rel_pos(
         ValueError: If there is no encoding of this name.
     """
     if name not in ENCODINGS:
-        raise ValueError(f'rel_pos={name!r} is not a relative position encoding: use {join_names(ENCODINGS)}.')
+        raise ValueError(f'rel_pos={name!r} is not a relative position encoding: use {", ".join(ENCODINGS)}.')
     return ENCODINGS[name](grid_size, num_heads, head_dim, zero_key, **dd)
-
-
-def join_names(names: Iterable[str]) -> str:
-    """Return names for an error message: 'a', 'b' or 'c'."""
-    *rest, last = [repr(name) for name in names]
-    return f'{", ".join(rest)} or {last}'
 
 
 def resize_bias_table(table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:

@@ -3,4 +3,4 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2] / 'examples' / 'cifar10'))
-import resnet18_cifar  # noqa: E402, F401  registers the model
+import resnet18_cifar  # noqa: F401  registers the model

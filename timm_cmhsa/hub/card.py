@@ -9,6 +9,7 @@ from timm.models._hub import generate_readme
 
 from ..cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from ..files import CheckpointError
+from ..images import data_config
 from ..pixel import PixelAttn
 from ..version import __version__
 
@@ -27,19 +28,9 @@ DESCRIPTIONS = {
 
 
 def model_card(
-        model: Cmhsa,
-        repo_id: str,
-        license: str,
-        data_config: Mapping[str, Any],
-        datasets: Sequence[str] = (),
-        base_model: Optional[str] = None,
-        results: Optional[Mapping[str, float]] = None,
-        details: Optional[Mapping[str, Any]] = None,
-) -> str:
-    """Return the text of README.md: metadata that the Hub reads, then what people read.
-
-    Arguments are those of `save_for_hub`, and the preprocessing as timm resolves it.
-    """
+        model: Cmhsa, repo_id: str, license: str, datasets: List[str], base_model: Optional[str],
+        results: Optional[Mapping[str, float]], details: Optional[Mapping[str, Any]]) -> str:
+    """Return the text of README.md: metadata that the Hub reads, then what people read. See `save_for_hub`."""
     results = check_results(results or {})
     classifies = model.num_classes > 0
     by_pixel = isinstance(model, PixelAttn)
@@ -48,9 +39,9 @@ def model_card(
         {
             'description': next(text for cls, text in DESCRIPTIONS.items() if isinstance(model, cls)),
             'details': {
-                **_model_details(model, data_config),
+                **_model_details(model, data_config(model)),
                 **(details or {}),
-                **({'Dataset': list(datasets)} if datasets else {}),
+                **({'Dataset': datasets} if datasets else {}),
                 **({'Evaluation': {name: f'{value:g} %' for name, value in results.items()}} if results else {}),
                 'Papers': CORDONNIER_LINK if by_pixel else LI_LINK,
                 'Made With': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
@@ -71,7 +62,7 @@ def model_card(
         library_name='timm',
         pipeline_tag=task,
         tags=['timm', 'cmhsa', 'vision-transformer'],
-        datasets=list(datasets) or None,
+        datasets=datasets or None,
         base_model=base_model,
         model_name=repo_id.split('/')[-1] if results else None,
         eval_results=_eval_results(task, datasets, results) if results else None,
@@ -83,22 +74,22 @@ def _read(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding='utf-8').rstrip()
 
 
-def _model_details(model: Cmhsa, data_config: Mapping[str, Any]) -> Dict[str, Any]:
+def _model_details(model: Cmhsa, config: Mapping[str, Any]) -> Dict[str, Any]:
     return {
         'Model Type': 'Image classification / feature backbone' if model.num_classes else 'Feature backbone',
         'Model Stats': {
             'Architecture': model.pretrained_cfg['architecture'],
             'Params (M)': f'{sum(p.numel() for p in model.parameters()) / 1e6:.1f}',
-            'Image size': '{} x {}'.format(*data_config['input_size'][1:]),
+            'Image size': '{} x {}'.format(*config['input_size'][1:]),
             'Image channels': model.in_chans,
             'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
             'Token mixer': _token_mixer(model),
         },
         'Preprocessing': {
-            'Mean': ', '.join(f'{value:g}' for value in data_config['mean']),
-            'Standard deviation': ', '.join(f'{value:g}' for value in data_config['std']),
-            'Interpolation': data_config['interpolation'],
-            'Crop': f"{data_config['crop_pct']:g}, {data_config['crop_mode']}",
+            'Mean': ', '.join(f'{value:g}' for value in config['mean']),
+            'Standard deviation': ', '.join(f'{value:g}' for value in config['std']),
+            'Interpolation': config['interpolation'],
+            'Crop': f"{config['crop_pct']:g}, {config['crop_mode']}",
         },
     }
 

@@ -10,7 +10,6 @@ import torch
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import HFValidationError, RevisionNotFoundError, validate_repo_id
-from timm.data import resolve_data_config
 from timm.utils import unwrap_model
 from torch import nn
 
@@ -18,6 +17,7 @@ from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
 from ..cmhsa import Cmhsa
 from ..files import PICKLE_SUFFIXES, CheckpointError, check_destination, one_line, whole_or_nothing
+from ..images import data_config
 from ..version import __version__
 from .card import model_card
 from .errors import HubError, find_token, hub_errors
@@ -73,16 +73,9 @@ def save_for_hub(
         labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
     config = _pretrained_cfg(model, license or source.get('license') or 'apache-2.0')
     base_model = base_model or source.get('hf_hub_id')
+    base_model = None if base_model == repo_id else base_model
     card = model_card(
-        model,
-        repo_id,
-        license=config['license'],
-        data_config=resolve_data_config(pretrained_cfg=config),
-        datasets=check_names('datasets', datasets),
-        base_model=None if base_model == repo_id else base_model,
-        results=results,
-        details=details,
-    )
+        model, repo_id, config['license'], check_names('datasets', datasets), base_model, results, details)
     metadata = {
         'format': 'pt', 'architecture': source['architecture'], 'model_args': json.dumps(json_args(model)),
         'timm_cmhsa_version': __version__}
@@ -107,12 +100,8 @@ def _pretrained_cfg(model: Cmhsa, license: str) -> Dict[str, Any]:
     config = {key: value for key, value in model.pretrained_cfg.items() if value is not None}
     for key in ('architecture', 'source', 'file', 'hf_hub_id', 'hf_hub_filename', 'url', 'tag'):
         config.pop(key, None)
-    for key in ('mean', 'std'):
-        if len(config[key]) not in (1, model.in_chans):
-            config[key] = (sum(config[key]) / len(config[key]),) * model.in_chans
-    config.update(
-        input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes, license=license,
-        label_names=None, label_descriptions=None)  # which timm reads outside of it
+    config.update(data_config(model), num_classes=model.num_classes, license=license)
+    config.update(label_names=None, label_descriptions=None)  # which timm reads outside of it
     return config
 
 

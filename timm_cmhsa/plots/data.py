@@ -54,9 +54,9 @@ def load_model(
     checkpoint = read_checkpoint(Path(str(path).removeprefix('local-dir:')))
     name = model or checkpoint.architecture
     if name is None:
-        raise CheckpointError(f'{path} does not tell which model it is of: give its name (model, --model NAME).')
+        raise CheckpointError(f'{path} does not tell which model it is of: give its name, model=NAME.')
     if not timm.is_model(name):
-        raise CheckpointError(f'{path}: {name!r} is no model that timm knows: give its name (model, --model NAME).')
+        raise CheckpointError(f'{path}: {name!r} is no model that timm knows: give its name, model=NAME.')
     if not timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.'):
         raise CheckpointError(
             f'{path} is of {name}, whose convolutions only Python can replace: make the model, attend_convs, '
