@@ -41,11 +41,11 @@ class Choice(NamedTuple):
     lr: float = 2e-3
 
 
-RESNET, PRUNED = 'ResNet-18', 'generalised quadratic, pruned'
+RESNET, PRUNED = 'ResNet-18', 'generalized quadratic, pruned'
 CHOICES = (
     Choice(RESNET, 'resnet18_cifar', dict(in_chans=1, num_classes=10)),
     Choice('quadratic', 'pixel_attn_quadratic', SHAPE),
-    Choice('generalised quadratic', 'pixel_attn_quadratic_gen', SHAPE),
+    Choice('generalized quadratic', 'pixel_attn_quadratic_gen', SHAPE),
     Choice('learned', 'pixel_attn_learned', SHAPE),
     Choice('learned, with content', 'pixel_attn_learned_content', SHAPE, lr=5e-4),
 )
@@ -60,12 +60,12 @@ def main() -> None:
     runs = {choice.title: [plan(choice, rates[choice.title], seed, args.epochs) for seed in range(args.seeds)]
             for choice in CHOICES}
     results = run_all(runs, folder, 'models')
-    results[PRUNED] = [prune(run, folder) for run in runs['generalised quadratic']]
+    results[PRUNED] = [prune(run, folder) for run in runs['generalized quadratic']]
     del runs[RESNET]
     table = markdown(results, rates) + '\n' + likeness(runs, folder)
     write_whole(args.output / 'pixel_models.md', table)
     print(table)
-    for title in ('quadratic', 'generalised quadratic', 'learned, with content'):
+    for title in ('quadratic', 'generalized quadratic', 'learned, with content'):
         draw(runs[title][0], folder, args.output / 'pictures')
 
 

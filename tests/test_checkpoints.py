@@ -619,8 +619,12 @@ def test_unwritable_destination(src, tmp_path, capsys):
     assert capsys.readouterr().err.count('\n') == 1
 
 
+FILES = pytest.mark.parametrize('name', [
+    'out', *(pytest.param(name, marks=pytest.mark.slow) for name in ('out.safetensors', 'out.pth'))])
+
+
 @pytest.mark.skipif(sys.platform == 'win32', reason='limits the file size by POSIX means')
-@pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+@FILES
 def test_full_disk(name, src, tmp_path):
     """A limit on the file size makes writing fail half-way, as a full disk does."""
     code = (
@@ -636,7 +640,7 @@ def test_full_disk(name, src, tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {'phase1.pth'}
 
 
-@pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+@FILES
 def test_killed_while_writing_leaves_the_old_file_or_none(name, src, tmp_path):
     """Kill the command at every stage of its writing: what is at the destination is always whole."""
     dst = tmp_path / name
@@ -690,9 +694,10 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert lines[6] == f'written to {tmp_path / "out"}'
 
 
-def test_command_explains_itself():
-    command = Path(sys.executable).with_name('convert_checkpoint')
-    result = subprocess.run([command, '--help'], capture_output=True, text=True, check=True)
+def test_command_explains_itself(capsys):
+    with pytest.raises(SystemExit):
+        main(['--help'])
+    text = capsys.readouterr().out
     for option in ('--num-heads', '--head-dim', '--sharpness', '--model', '--num-classes', '--force', '--dtype',
                    '--use-ema', '--img-size', '--images'):
-        assert option in result.stdout
+        assert option in text

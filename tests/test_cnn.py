@@ -215,7 +215,7 @@ class Odd(nn.Module):
     def __init__(self):
         super().__init__()
         self.reflect = nn.Conv2d(3, 3, 3, padding=1, padding_mode='reflect')
-        self.standardised = StdConv2d(3, 3, 3, padding=1)
+        self.standardized = StdConv2d(3, 3, 3, padding=1)
         self.unused = nn.Conv2d(3, 3, 3)
         self.shared = nn.Conv2d(3, 3, 3, padding=1)
         self.pixelwise = nn.Conv2d(3, 3, 1)
@@ -229,7 +229,7 @@ class Odd(nn.Module):
         self.single = nn.Conv2d(3, 3, 3, padding=1)
 
     def forward(self, x):
-        x = self.pixelwise(self.standardised(self.reflect(input=x)))
+        x = self.pixelwise(self.standardized(self.reflect(input=x)))
         x = self.hooked(self.normed(self.tied(self.other(x))))
         x = torch.stack([self.single(image) for image in x])
         return self.twin(self.plain(self.shared(x))) + self.shared(x[..., ::2, ::2]).mean()
@@ -245,7 +245,7 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
     assert model.twin is model.plain, 'one convolution under two names is one attention under both'
     warnings = {record.args[0]: record.args[1] for record in caplog.records}
     assert "padding_mode='reflect'" in warnings['reflect']
-    assert 'got StdConv2d' in warnings['standardised']
+    assert 'got StdConv2d' in warnings['standardized']
     assert warnings['unused'] == 'It is not called.'
     assert warnings['shared'] == 'It is called with maps of 2 sizes.'
     assert warnings['single'] == 'It is called without a batch.'
@@ -253,7 +253,7 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
     for name in ('hooked', 'normed'):
         assert warnings[name] == 'It has hooks or a parametrization, which attention would drop.'
     assert set(warnings) == {
-        'reflect', 'standardised', 'unused', 'shared', 'single', 'tied', 'other', 'hooked', 'normed'}
+        'reflect', 'standardized', 'unused', 'shared', 'single', 'tied', 'other', 'hooked', 'normed'}
 
 
 @pytest.mark.parametrize(('model', 'kwargs', 'message'), [
@@ -278,7 +278,7 @@ def test_bad_input_gets_one_line_and_changes_nothing(model, kwargs, message):
 
 def test_a_model_that_does_not_run_with_this_input_is_left_as_it_was():
     model = resnet()
-    with pytest.raises(RuntimeError, match='expected input'):
+    with pytest.raises(ValueError, match=r'ResNet does not run with input_size=\(1, 32, 32\): .*expected input'):
         attend_convs(model, input_size=(1, 32, 32))
     assert not attention_summary(model)
     assert not any(module._forward_hooks for module in model.modules())

@@ -285,8 +285,8 @@ def test_pixel_models(tmp_path):
     assert table in stdout
     rows = cells(table, 6)
     assert [row[0] for row in rows] == [
-        'ResNet-18', 'quadratic', 'generalised quadratic', 'learned', 'learned, with content',
-        'generalised quadratic, pruned']
+        'ResNet-18', 'quadratic', 'generalized quadratic', 'learned', 'learned, with content',
+        'generalized quadratic, pruned']
     assert all(0 <= float(row[3]) <= 100 for row in rows)
     assert len([line for line in table.splitlines() if re.match(r'\| [1-6] \| ', line)]) == 6, 'measures of every layer'
     for model in ('pixel_attn_quadratic', 'pixel_attn_quadratic_gen'):

@@ -73,7 +73,8 @@ def push(*arguments, src='phase1.pth', repo_id='alice/net'):
 # There and back
 
 
-@pytest.mark.parametrize('env', [{}, {'HF_HUB_DISABLE_XET': '1'}], ids=['default', 'lfs'])
+@pytest.mark.parametrize('env', [
+    pytest.param({}, id='default'), pytest.param({'HF_HUB_DISABLE_XET': '1'}, id='lfs', marks=pytest.mark.slow)])
 def test_round_trip(env, hub, folder):
     done = command('phase1.pth', '--push-to-hub', 'alice/net', '--label-names', 'labels.txt', **env)
     assert done.returncode == 0, done.stderr
@@ -377,6 +378,7 @@ def test_refusals_in_mid_upload(path, status, said, hub, folder, capsys):
     assert_kept(hub, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('status', [503, 'cut'])
 def test_failed_uploads_are_retried_as_huggingface_hub_does(status, hub, folder):
     hub.fail('PUT', '^/lfs/', status)
@@ -385,6 +387,7 @@ def test_failed_uploads_are_retried_as_huggingface_hub_does(status, hub, folder)
     assert hub.files('alice/net').keys() == PUSHED
 
 
+@pytest.mark.slow
 def test_no_network(hub, folder):
     with socket.socket() as unused:
         unused.bind(('127.0.0.1', 0))
@@ -410,7 +413,7 @@ def test_commit_cut_off(hub, folder, capsys):
     assert_kept(hub, one_line(capsys))
 
 
-@pytest.mark.parametrize('signum', [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.parametrize('signum', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     hub.fail('POST', UPLOAD, 'hold')
     hub.fail('PUT', UPLOAD, 'hold')
@@ -454,6 +457,7 @@ def test_a_commit_in_mid_upload_is_not_overwritten(hub, folder, capsys):
     assert hub.files('alice/net') == {'README.md': b'by hand'}
 
 
+@pytest.mark.slow
 def test_full_disk(hub, folder):
     done = subprocess.run(
         [sys.executable, '-c', 'import resource, signal, sys; from timm_cmhsa.cli import convert_main as main;'
@@ -547,6 +551,7 @@ def test_sources_on_the_hub_that_cannot_be_read(source, said, hub, folder, capsy
     assert not (folder / 'out').exists()
 
 
+@pytest.mark.slow
 def test_a_source_without_network(folder):
     with socket.socket() as unused:
         unused.bind(('127.0.0.1', 0))

@@ -141,8 +141,8 @@ def spans_receptive_field(
     """Return whether the attention patterns of a layer span a K x K receptive field: Lemma 3 of 1911.03584.
 
     This is necessary for the layer to express every convolution with this kernel, but not quite sufficient: here the
-    combination of heads that makes a tap may differ from query to query, whereas a layer has only one. See
-    `expresses_convolutions` for that. Taps that lie outside the image for all queries are ignored.
+    combination of heads that makes a tap may differ from query to query (see `expresses_convolutions`). Taps that lie
+    outside the image for all queries are ignored.
 
     Args:
         attn: An attention layer of this package.

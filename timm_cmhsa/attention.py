@@ -18,7 +18,7 @@ from .efficient import (
     multiplications,
 )
 from .patches import Size2d
-from .rel_pos import OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import Mask, OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -102,12 +102,7 @@ class RelPosAttention(OnGrid, Attention):
         return f'num_heads={self.num_heads}, head_dim={self.head_dim}, absorb={self.absorb}, ' \
                f'chunk_size={self.chunk_size}'
 
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if not torch.jit.is_scripting() and self.can_absorb():
             return self.forward_absorbed(x, add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal))
         B, N, _ = x.shape
@@ -145,7 +140,7 @@ class RelPosAttention(OnGrid, Attention):
             and is_plain_linear(self.qkv) and is_plain_linear(self.proj))
 
     @torch.jit.unused
-    def can_chunk(self, attn_mask: Optional[torch.Tensor] = None, is_causal: bool = False) -> bool:
+    def can_chunk(self, attn_mask: Mask = None, is_causal: bool = False) -> bool:
         """Return whether queries attend in chunks: unless there is a mask, or somebody looks at maps."""
         return self.chunk_size is not None and self.fused_attn and attn_mask is None and not is_causal
 
@@ -153,14 +148,10 @@ class RelPosAttention(OnGrid, Attention):
         """Return what is cheapest for the shapes of this layer: `absorb` and `chunk_size`."""
         if self.rel_pos.depends_on_queries:
             return False, None
-        chunk_size = default_chunk_size(self.num_heads, math.prod(self.grid_size))
-        plain, absorbed = self.multiplications()
+        num_patches = math.prod(self.grid_size)
+        chunk_size = default_chunk_size(self.num_heads, num_patches)
+        plain, absorbed = multiplications(self.qkv.in_features, self.proj.out_features, self.head_dim, num_patches)
         return chunk_size is None and absorbed < plain, chunk_size
-
-    def multiplications(self) -> Tuple[int, int]:
-        """Return the multiplications per token and head, of plain attention and with absorbed weights."""
-        return multiplications(
-            self.qkv.in_features, self.proj.out_features, self.head_dim, math.prod(self.grid_size))
 
     def keep_heads(self, heads: List[int]) -> None:
         """Remove all other heads. Needs a quadratic encoding."""

@@ -70,13 +70,10 @@ def convert_checkpoint(
             or model on the Hugging Face Hub, `hf-hub:USER/NAME` or `hf-hub:USER/NAME@revision`.
         dst: `.safetensors`, `.pth`, or a folder that `timm.create_model('local-dir:...', pretrained=True)` loads.
         model: Registered phase-2 model to convert to, see `convert_model`.
-        img_size: Input image size, pixels, where the checkpoint does not tell; by default that of the registered model
-            with tokens of this shape.
-        patch_size: Pixels per patch side, where the checkpoint does not tell and the patches are not square.
-        in_chans: Number of image channels, where the checkpoint does not tell; by default as many as a token carries,
-            at most 3.
-        num_heads, head_dim: Number and width of the heads, see `convert_model`.
-        sharpness, approximate, rel_pos: See `conv2d_to_attention`.
+        img_size, patch_size, in_chans: Image size and patch size, pixels, and image channels, where the checkpoint does
+            not tell. By default the size of the registered model with such patches, square patches, and as many
+            channels as a token carries, at most 3.
+        num_heads, head_dim, sharpness, approximate, rel_pos: See `convert_model`.
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
         dtype: Type of the written tensors; by default the source's.
@@ -180,7 +177,7 @@ def convert_and_verify(
         num_real_images=len(real_images),
         source=phase1.source,
         training=phase1.training,
-        **measured._asdict(),
+        **vars(measured),
     )
     if tolerance is None:
         tolerance = math.inf if heads.approximate else TOLERANCE

@@ -132,14 +132,10 @@ class Cmhsa(VisionTransformer):
 
 
 def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
-    sides = list(zip(to_2tuple(img_size), to_2tuple(patch_size)))
-    if any(p < 1 for _, p in sides):
-        raise ValueError(f'patch_size={patch_size} must be positive.')
-    if any(s < p or s % p for s, p in sides):
-        nearest = tuple(max(round(s / p), 1) * p for s, p in sides)
-        raise ValueError(
-            f'img_size={img_size} is not divisible by patch_size={patch_size}: '
-            f'use img_size={nearest} or another patch_size.')
+    for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)):
+        if patch < 1 or size < patch or size % patch:
+            raise ValueError(
+                f'img_size={img_size} is not divisible by patch_size={patch_size}: use a multiple of the patch size.')
 
 
 class CmhsaConv(Cmhsa):
@@ -303,7 +299,6 @@ default_cfgs = generate_default_cfgs({
     'cmhsa_attn_16x48_patch4_32': cfg(**_SMALL),
 
     'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
-    'test_cmhsa_conv_k5': cfg(**_CONV, **_SMALL),
     'test_cmhsa_attn': cfg(**_SMALL),
 })
 
@@ -364,12 +359,6 @@ def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> Cmhsa
 def test_cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for unit tests. """
     return create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k3', pretrained, kwargs, kernel_size=3, **_TEST)
-
-
-@register_model
-def test_cmhsa_conv_k5(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA-5, convolution phase, for unit tests. """
-    return create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k5', pretrained, kwargs, kernel_size=5, **_TEST)
 
 
 @register_model

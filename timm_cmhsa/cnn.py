@@ -22,6 +22,8 @@ from .patches import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
 
+torch.fx.wrap('unpatchify')  # keep as a leaf for FX: it branches on traced values
+Shapes = Set[Tuple[torch.Size, torch.Size]]  # of a convolution's input and output, without the batch
 SOFTMAX_MACS = 16  # multiply-accumulates that take about as long as one exponential, to choose the width of heads
 
 
@@ -73,9 +75,6 @@ def map_to_tokens(
             f'{height} x {width}: call attend_convs with the input_size that the model shall have.')
     grow_h, grow_w = grid_size[0] * patch_size[0] - height, grid_size[1] * patch_size[1] - width
     return patchify(F.pad(x, [0, grow_w, 0, grow_h]), patch_size)
-
-
-torch.fx.wrap('unpatchify')
 
 
 class AttendedConv2d(nn.Module):
@@ -215,7 +214,8 @@ def attention_summary(model: nn.Module) -> AttentionSummary:
                 num_heads=attn.num_heads,
                 head_dim=attn.head_dim,
                 params=(module.conv_params, sum(parameter.numel() for parameter in attn.parameters())),
-                macs=(module.conv_macs, num_patches * attn.num_heads * min(attn.multiplications())),
+                macs=(module.conv_macs, num_patches * attn.num_heads * min(
+                    multiplications(attn.qkv.in_features, attn.proj.out_features, attn.head_dim, num_patches))),
             ))
     return layers
 
@@ -230,9 +230,6 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, nn.Module]:
                 f'{type(model).__name__} has no convolution larger than one pixel named {pattern!r}: names are like '
                 f"{next(iter(convs), 'none')!r}, and 'layer4.*' is all in layer4.")
     return {name: conv for name, conv in convs.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
-
-
-Shapes = Set[Tuple[torch.Size, torch.Size]]  # of a convolution's input and output, without the batch
 
 
 @torch.no_grad()

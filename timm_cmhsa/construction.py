@@ -85,13 +85,14 @@ def conv2d_to_attention(
         The attention layer, with the type and on the device of the convolution's weight.
 
     Raises:
-        TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardisation, ...).
+        TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardization, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
     _check_plain(conv)
     if not keeps_size(conv, patch_size, grid_size):
+        fitting = tuple(d * (k - 1) // 2 for d, k in zip(conv.dilation, conv.kernel_size))
         raise ValueError(
-            f'padding={conv.padding!r} does not keep the image size (divided by the stride): {_fitting_padding(conv)}.')
+            f'padding={conv.padding!r} does not keep the size (divided by the stride): use {fitting} and an odd kernel.')
     return rewrite(conv, patch_size, grid_size, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos))
 
 
@@ -284,13 +285,6 @@ def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
         if (size + sum(_axis_padding(conv, axis)) - span - 1) // stride + 1 != size // stride:
             return False
     return True
-
-
-def _fitting_padding(conv: nn.Conv2d) -> str:
-    spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
-    if all(span % 2 == 0 for span in spans):
-        return f'use padding=({spans[0] // 2}, {spans[1] // 2})'
-    return "use padding='same'" if conv.stride == (1, 1) else f'use an odd kernel instead of {conv.kernel_size}'
 
 
 def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:

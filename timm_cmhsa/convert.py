@@ -1,4 +1,5 @@
 """A phase-1 model in, the phase-2 model that computes the same out; and a measurement of whether it does."""
+from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional
 
 import timm
@@ -9,12 +10,11 @@ from torch import nn
 
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import HeadOptions, conv2d_to_attention, exact_sharpness, plan_heads
+from .files import ABOUT, PREPROCESSING
 from .patches import Size2d
 from .phase1 import build_phase1
 
 BATCH_SIZE = 8
-KEPT_CFG = (  # of a model's pretrained configuration
-    'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode', 'label_names', 'label_descriptions', 'license')
 
 
 @torch.no_grad()
@@ -81,11 +81,7 @@ def convert_model(
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
-    """Return the options with all that was left open, from the architecture: number, width, sharpness of the heads.
-
-    Raises:
-        ValueError: If there is no such architecture, or its heads are made for tokens of another width.
-    """
+    """Return the options with all that was left open, from the architecture: number, width, sharpness of the heads."""
     choices = timm.list_models('*cmhsa_attn*')
     if architecture not in choices:
         raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(choices)}.')
@@ -124,7 +120,7 @@ def matching_architecture(model: CmhsaConv) -> str:
 def _pretrained_cfg(model: CmhsaConv) -> Dict[str, Any]:
     """Return what a phase-1 model knows of its images and classes, to hand on."""
     source = getattr(model, 'pretrained_cfg', None) or {}
-    known = {key: source[key] for key in KEPT_CFG if source.get(key) is not None}
+    known = {key: source[key] for key in (*PREPROCESSING, *ABOUT) if source.get(key) is not None}
     return {**known, 'input_size': (model.in_chans, *model.patch_embed.img_size), 'num_classes': model.num_classes}
 
 
@@ -141,13 +137,7 @@ def convert_state_dict(
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
-    Args:
-        state_dict: Tensors of a `CmhsaConv`.
-        img_size, patch_size, in_chans: What tensors do not tell, see `convert_checkpoint`.
-        num_heads, head_dim, sharpness, approximate, rel_pos: See `convert_model`, with `cmhsa_attn`.
-
-    Returns:
-        Tensors of a `CmhsaAttn`, of the same type.
+    Arguments are those of `convert_checkpoint`, for what tensors do not tell, and of `convert_model` to `cmhsa_attn`.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, or the image size is not known.
@@ -167,12 +157,17 @@ class LayerReport(NamedTuple):
     rms_error: float  # root mean square, relative to that of the convolution's output
 
 
-class Verification(NamedTuple):
+@dataclass
+class Verification:
     """How well a phase-2 model replaces its phase-1 source."""
     layers: List[LayerReport]
     logits_error: float  # largest, relative to the source's largest logit
     logits_rms_error: float  # root mean square, relative to that of the source's logits
     top1_agreement: float  # share of the images
+
+    @property
+    def max_error(self) -> float:
+        return max([self.logits_error] + [layer.error for layer in self.layers])
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .rel_pos import OffsetRelPos, OnGrid, RelPos, add_attn_mask
+from .rel_pos import Mask, OffsetRelPos, OnGrid, RelPos, add_attn_mask
 
 MAX_BIAS_ENTRIES = 2 ** 26  # of a layer and step: 256 MB in float32; beyond, queries attend in chunks
 KEY_PADDING = 8  # dimensions that `absorb_weights` adds to a key: it needs one, and GPUs prefer multiples of 8
@@ -135,12 +135,7 @@ class AbsorbedRelPosAttention(OnGrid, nn.Module):
         self.proj = _linear(out_weight, proj.bias)
         self.to(dtype).requires_grad_(False)
 
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         fused = self.fused_attn and not is_onnx_export()
         return self.proj(multi_query_attention(self.query(x), x, attn_bias, scale=1., fused=fused))

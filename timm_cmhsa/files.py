@@ -223,17 +223,14 @@ def whole_or_nothing(dst: Path) -> Iterator[Path]:
 def replace(partial: Path, dst: Path) -> None:
     """Move a finished file or folder into the place of another."""
     old = dst.with_name(f'.{dst.name}.old')
-    if not dst.is_dir():
-        partial.replace(dst)
-        _remove(old)  # what a killed run left
-        return
-    # A folder with files in it cannot be replaced in one step: there is a moment without it.
-    _remove(old)
-    dst.rename(old)
+    if dst.is_dir():  # It cannot be replaced in one step: there is a moment without it.
+        _remove(old)
+        dst.rename(old)
     try:
         partial.replace(dst)
     except OSError:
-        old.rename(dst)
+        if old.exists() and not dst.exists():
+            old.rename(dst)
         raise
     with contextlib.suppress(OSError):
         _remove(old)

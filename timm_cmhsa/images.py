@@ -18,7 +18,7 @@ def data_config(model: nn.Module) -> Dict[str, Any]:
     if isinstance(model, Cmhsa):
         config['input_size'] = (model.in_chans, *model.patch_embed.img_size)
     in_chans = config['input_size'][0]
-    for key in ('mean', 'std'):  # a model of grey images can have inherited those of three channels
+    for key in ('mean', 'std'):  # a model of gray images can have inherited those of three channels
         if len(config[key]) != in_chans:
             config[key] = (sum(config[key]) / len(config[key]),) * in_chans
     return config
@@ -52,11 +52,7 @@ def evenly_spaced(total: int, count: int) -> List[int]:
 
 
 def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
-    """Return images of a folder and the folders in it, prepared for a model, (B, C, H, W), and their names.
-
-    Raises:
-        CheckpointError: If there are none, they cannot be read, or the model takes other inputs.
-    """
+    """Return images of a folder and the folders in it, prepared for a model, (B, C, H, W), and their names."""
     if not folder.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
     config = data_config(model)

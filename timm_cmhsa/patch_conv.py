@@ -8,6 +8,7 @@ from timm.models import register_notrace_function
 from torch import nn
 
 from .patches import Size2d, patchify, unpatchify
+from .rel_pos import Mask
 
 # Keep these as leaves for FX: they branch on traced values.
 torch.fx.wrap('patchify')
@@ -16,11 +17,7 @@ torch.fx.wrap('unpatchify')
 
 @torch.fx.wrap
 @register_notrace_function
-def reject_attn_mask(
-        x: torch.Tensor,
-        attn_mask: Optional[torch.Tensor] = None,
-        is_causal: bool = False,
-) -> torch.Tensor:
+def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
     """Return the tokens x of a mixer that cannot use a mask, if there is no mask."""
     if attn_mask is not None or is_causal:
         raise ValueError('A convolution has no attention to mask: call the model without attn_mask and is_causal.')
@@ -71,12 +68,7 @@ class PatchConv2d(nn.Module):
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         self.grid_size = grid_size
 
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         x = reject_attn_mask(x, attn_mask, is_causal)
         x = self.conv(unpatchify(x, self.patch_size, self.grid_size))
         return self.proj_drop(patchify(x, self.patch_size))

@@ -46,8 +46,7 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
         grid_size: Patches per image side, h or (h, w), with h * w = N.
 
     Returns:
-        Images of shape (B, C, h * P_h, w * P_w), channels last in memory, as the tokens have them: on a CPU, a
-        convolution of few channels is several times as fast so.
+        Images of shape (B, C, h * P_h, w * P_w), channels last in memory, which is faster to convolve on a CPU.
 
     Raises:
         ValueError: If N or the token width do not fit the grid and patch sizes.

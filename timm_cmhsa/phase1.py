@@ -22,10 +22,6 @@ def build_phase1(
 
     The shapes of the tensors tell most of its arguments; None is not known. Patches are square by default, and images
     have as many channels as a token carries, at most 3.
-
-    Raises:
-        CheckpointError: If these are not the tensors of a phase-1 model, NaN or Inf is among them, or nothing tells the
-            image size.
     """
     known = {key: value for key, value in known.items() if value is not None}
     args = infer_model_args(state_dict, known)

@@ -19,7 +19,7 @@ from torch import nn
 from .attention import replace_weight
 from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
 from .patches import Size2d
-from .rel_pos import ENCODINGS, OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import ENCODINGS, Mask, OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -74,12 +74,7 @@ class PositionalAttention(OnGrid, nn.Module):
         self.rel_pos.keep_heads(heads)
         self.num_heads = len(heads)
 
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
         x = torch.einsum('bhnm,bmd->bnhd', self.attn_drop(attn), x).flatten(2)  # one attention for the whole batch
         return self.proj_drop(self.proj(self.value(x)))
@@ -98,12 +93,7 @@ class PositionalContentAttention(PositionalAttention):
         self.qk = nn.Linear(dim, 2 * self.num_heads * dim, device=kwargs.get('device'), dtype=kwargs.get('dtype'))
         self.reset_parameters()
 
-    def forward(
-            self,
-            x: torch.Tensor,
-            attn_mask: Optional[torch.Tensor] = None,
-            is_causal: bool = False,
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         B, N, D = x.shape
         q, k = self.qk(x).reshape(B, N, 2, self.num_heads, D).permute(2, 0, 3, 1, 4).unbind(0)
         attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)

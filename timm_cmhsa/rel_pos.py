@@ -1,17 +1,8 @@
 """Relative position encodings: the bias of an attention score by where the key is, seen from the query.
 
-Most encodings give every head a bias for each offset, key patch minus query patch (`OffsetRelPos`):
-
-- `RelPosTable`: one free number per head and offset (arXiv 2111.01353).
-- `QuadraticRelPos`: a centre and a width per head (arXiv 1911.03584, Equation 9).
-- `GeneralQuadraticRelPos`: a centre and a covariance per head (the same, Appendix E).
-- `LearnedRelPos`: learned embeddings of row and column offsets, and a vector per head (the same, Section 4.3).
-
-One depends on the queries as well:
-
-- `LearnedContentRelPos`: such embeddings, multiplied by the queries (the same; arXiv 1906.05909).
-
-All can have one more key, the zero key. It has no position; its bias is a learned number per head.
+Most encodings give every head a bias for each offset, key patch minus query patch (`OffsetRelPos`); that of
+`LearnedContentRelPos` depends on the queries as well. All can have one more key, the zero key. It has no position; its
+bias is a learned number per head.
 """
 import math
 from typing import TYPE_CHECKING, Any, List, Optional, Tuple
@@ -22,15 +13,12 @@ from timm.models import register_notrace_function
 from torch import nn
 
 Grid = Tuple[int, int]  # patches per image side, (h, w)
+Mask = Optional[torch.Tensor]  # that timm's blocks hand on: of keys by query, True or a number added to their scores
 
 
 @torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
 @register_notrace_function
-def add_attn_mask(
-        attn_bias: torch.Tensor,
-        attn_mask: Optional[torch.Tensor] = None,
-        is_causal: bool = False,
-) -> torch.Tensor:
+def add_attn_mask(attn_bias: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
     """Add a mask over N keys to a bias over N or N + 1 keys. The zero key, which comes last, is never masked."""
     if is_causal:
         num_tokens = attn_bias.shape[-2]
@@ -135,7 +123,7 @@ class OffsetRelPos(RelPos):
 
 
 class RelPosTable(OffsetRelPos):
-    """One free bias per head and offset, as timm's `RelPosBias`.
+    """One free bias per head and offset (arXiv 2111.01353), as timm's `RelPosBias`.
 
     A change of the grid pads the table with zeros or crops it. Offsets that a smaller grid lacks are forgotten.
     """
@@ -272,7 +260,8 @@ class LearnedRelPos(OffsetRelPos):
 class LearnedContentRelPos(RelPos):
     """Learned embeddings r of row and column offsets, multiplied by the queries: bias q^T r / sqrt(head_dim).
 
-    With the content term q^T k of the attention itself, these are the scores of Section 4.3 of arXiv 1911.03584.
+    With the content term q^T k of the attention itself, these are the scores of Section 4.3 of arXiv 1911.03584 (and of
+    arXiv 1906.05909).
     """
     name = 'learned_content'
     depends_on_queries = True

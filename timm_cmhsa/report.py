@@ -1,37 +1,31 @@
 """What a conversion did and how exact it is: as text, for the model card, and for the metadata of the file."""
 import json
-from typing import Any, Dict, List, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Dict
 
 import timm
 import torch
 from timm.layers import to_2tuple
 
-from .convert import LayerReport
+from .convert import Verification
 from .version import __version__
 
 CONSTRUCTION = 'Theorem 1 of arXiv 2111.01353, with a zero key'
 APPROXIMATION = f'approximate; {CONSTRUCTION}, and the singular vectors that the heads have room for'
 
 
-class ConversionReport(NamedTuple):
+@dataclass
+class ConversionReport(Verification):
     """What a conversion did and how exact it is."""
     architecture: str
     model_args: Dict[str, Any]  # for `timm.create_model`
     img_size_source: str
     sharpness: float
     approximate: bool  # for want of heads
-    layers: List[LayerReport]
-    logits_error: float  # largest, relative to the source's largest logit
-    logits_rms_error: float  # root mean square, relative to that of the source's logits
-    top1_agreement: float  # share of the images
     num_random_images: int
     num_real_images: int
     source: Dict[str, str]  # what was converted, for the model card
     training: Dict[str, str]  # how that had been trained, as far as it tells
-
-    @property
-    def max_error(self) -> float:
-        return max([self.logits_error] + [layer.error for layer in self.layers])
 
     @property
     def construction(self) -> str:

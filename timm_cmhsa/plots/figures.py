@@ -37,7 +37,6 @@ def attention_figure(
 
     Args:
         attention: Rows by name, see `attention_from`. Heads and grids may differ.
-        title: What it is the attention of.
         image: Shape (H, W, 3), uint8: the image that all this is for, shown in front, the query marked.
     """
     num_heads = max(len(row.weights) for row in attention.values())
@@ -89,7 +88,6 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
     Args:
         history: The Gaussians of every layer (see `gaussians`) at one checkpoint, or at several, first to last: lines
             lead to the centre at the last, where circles mark the first.
-        title: What these are the heads of.
     """
     last = history[-1]
     columns = math.ceil(math.sqrt(len(last)))
@@ -164,7 +162,6 @@ def statistics_figure(
 
     Args:
         statistics: By name of the layer; the numbers of heads may differ.
-        title: What these are the heads of.
     """
     num_heads = max(len(heads) for heads in statistics.values())
     height = 0.28 * len(statistics) + 0.6
@@ -195,7 +192,6 @@ def statistics_movement_figure(
 
     Args:
         history: By name of the checkpoint, then of the layer.
-        title: What these are the heads of.
     """
     layers = list(next(iter(history.values())))
     step = math.ceil(len(history) / 15)  # names of more would overlap
