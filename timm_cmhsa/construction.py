@@ -92,7 +92,7 @@ def conv2d_to_attention(
     if not keeps_size(conv, patch_size, grid_size):
         fitting = tuple(d * (k - 1) // 2 for d, k in zip(conv.dilation, conv.kernel_size))
         raise ValueError(
-            f'padding={conv.padding!r} does not keep the size (divided by the stride): use {fitting} and an odd kernel.')
+            f'padding={conv.padding!r} does not keep the size (divided by the stride): use {fitting}, an odd kernel.')
     return rewrite(conv, patch_size, grid_size, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos))
 
 
