@@ -19,7 +19,14 @@ from huggingface_hub.utils import HfHubHTTPError
 from PIL import Image
 from torch import nn
 
-from timm_cmhsa import CheckpointError, HubError, convert_checkpoint, push_to_hub, save_for_hub
+from timm_cmhsa import (
+    CheckpointError,
+    HubError,
+    convert_checkpoint,
+    push_folder_to_hub,
+    push_to_hub,
+    save_for_hub,
+)
 from timm_cmhsa.cli import convert_main as main
 
 CONV, ATTN = 'cmhsa_conv_k3', 'cmhsa_attn'
@@ -134,6 +141,20 @@ def test_save_for_hub(hub, folder):
         save_for_hub(model, 'saved')
     save_for_hub(create(num_classes=5), 'saved', force=True)
     assert load('local-dir:saved').num_classes == 5
+
+
+def test_a_folder_is_published_as_it_is(hub, folder, capsys):
+    convert_checkpoint('phase1.pth', 'out')
+    (folder / 'out' / 'notes.txt').write_text('not published')
+    assert push_folder_to_hub('out', 'alice/net') == f'{hub.url}/alice/net'
+    assert hub.files('alice/net').keys() == PUSHED - {'README.md'}
+    assert_same_function(load_source(), load('hf-hub:alice/net'))
+    (folder / 'out' / 'README.md').write_text('---\nlicense: mit\n---\nby hand')
+    assert push(src='out', repo_id='alice/other') == 0
+    assert capsys.readouterr().out == f'pushed to {hub.url}/alice/other\n'
+    assert hub.files('alice/other')['README.md'].endswith(b'by hand')
+    with pytest.raises(CheckpointError, match=r'none has no config\.json: give a folder that holds a model'):
+        push_folder_to_hub('none', 'alice/net')
 
 
 def test_a_source_on_the_hub(hub, folder):
