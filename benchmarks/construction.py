@@ -52,7 +52,7 @@ def main() -> None:
 
 
 def construct(kernel_size: int) -> tuple[list[RelPosAttention], float]:
-    """The attention layers of the paper's model (P = 16, C = 3, 14 x 14 patches), and the seconds they took."""
+    """Return the attention layers of the paper's model (P = 16, C = 3, 14 x 14 patches), and the seconds they took."""
     convs = random_convs(kernel_size)
     start = time.perf_counter()
     layers = [conv2d_to_attention(conv, patch_size=16, grid_size=14) for conv in convs]

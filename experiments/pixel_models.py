@@ -11,6 +11,7 @@ where it stopped.
 import argparse
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
 
@@ -27,6 +28,9 @@ from torch import nn
 from timm_cmhsa import attention_maps, head_statistics, prune_degenerate_heads
 from timm_cmhsa.analysis import HeadStatistics
 from timm_cmhsa.plots import in_order_of_training, plot_attention
+
+sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
+import resnet18_cifar  # noqa: F401  registers the model
 
 NUM_TRAIN = 400
 TUNING_SEED = 100
