@@ -10,9 +10,9 @@ from torch import nn
 
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import HeadOptions, conv2d_to_attention, exact_sharpness, plan_heads
-from .files import ABOUT, PREPROCESSING
 from .patches import Size2d
 from .phase1 import build_phase1
+from .untrusted import CFG
 
 BATCH_SIZE = 8
 
@@ -120,7 +120,7 @@ def matching_architecture(model: CmhsaConv) -> str:
 def _pretrained_cfg(model: CmhsaConv) -> Dict[str, Any]:
     """Return what a phase-1 model knows of its images and classes, to hand on."""
     source = getattr(model, 'pretrained_cfg', None) or {}
-    known = {key: source[key] for key in (*PREPROCESSING, *ABOUT) if source.get(key) is not None}
+    known = {key: source[key] for key in CFG if source.get(key) is not None}
     return {**known, 'input_size': (model.in_chans, *model.patch_embed.img_size), 'num_classes': model.num_classes}
 
 

@@ -17,9 +17,9 @@ import torch
 from timm.layers import to_2tuple
 from timm.models import clean_state_dict
 
+from .untrusted import CFG, checked_args, checked_cfg
+
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
-PREPROCESSING = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode')
-ABOUT = ('label_names', 'label_descriptions', 'license')
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
 
 
@@ -139,7 +139,7 @@ def _train_config(architecture: Optional[str], args: Dict[str, Any]) -> Dict[str
     return {
         'architecture': architecture or args.get('model'),
         'model_args': model_args,
-        'pretrained_cfg': {key: args[key] for key in ('input_size', *PREPROCESSING) if args.get(key)},
+        'pretrained_cfg': {key: args[key] for key in ('input_size', *CFG) if args.get(key)},
     }
 
 
@@ -153,11 +153,10 @@ def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], 
     if pretrained_cfg.get('input_size') is not None:
         chans, *size = pretrained_cfg['input_size']
         model_args = {'in_chans': chans, 'img_size': size, **model_args}
-    if model_args.get('img_size') is not None:
-        height, width = to_2tuple(model_args['img_size'])
-        model_args['img_size'] = int(height), int(width)
-    known = {key: pretrained_cfg[key] for key in (*PREPROCESSING, *ABOUT) if pretrained_cfg.get(key)}
-    return architecture, model_args, known
+    model_args = checked_args(model_args)
+    if 'img_size' in model_args:
+        model_args['img_size'] = to_2tuple(model_args['img_size'])
+    return architecture, model_args, checked_cfg(pretrained_cfg)
 
 
 def _sha256(path: Path) -> str:

@@ -89,7 +89,7 @@ class OffsetRelPos(RelPos):
 
     def init_non_persistent_buffers(self) -> None:
         """Fill the buffers that no checkpoint holds, after creation on the meta device (timm's protocol)."""
-        self._register_offsets(self.position.device)
+        self._register_offsets(next(self.parameters()).device)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         super().set_grid_size(grid_size)

@@ -13,6 +13,7 @@ from torch import nn
 from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
 from ..files import CheckpointError, read_checkpoint
 from ..rel_pos import QuadraticRelPos
+from ..untrusted import build_model
 
 MAX_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
 PathLike = Union[str, Path]
@@ -67,12 +68,10 @@ def load_model(
     classifier = checkpoint.state_dict.get(f"{timm.get_pretrained_cfg_value(name, 'classifier')}.weight")
     args['num_classes'] = 0 if classifier is None else len(classifier)
     try:
-        loaded = timm.create_model(name, **args, pretrained_cfg_overlay=checkpoint.pretrained_cfg)
-        loaded.load_state_dict(checkpoint.state_dict)
+        return build_model(name, args, checkpoint.pretrained_cfg, checkpoint.state_dict)
     except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, AttributeError) as e:
         reason = textwrap.shorten(str(e), 300, placeholder='...')
         raise CheckpointError(f'{path} cannot be loaded as {name} with {args}: {reason}') from e
-    return loaded.eval()
 
 
 def open_models(

@@ -1,0 +1,156 @@
+"""What a file or the Hub tells of a model: known names, types and ranges go through, and nothing else.
+
+Files come from strangers. Some arguments of `timm.create_model` load other files, run code or write anywhere
+(`pretrained`, `pretrained_cfg`, `checkpoint_path`, `cache_dir`), and a number can exhaust the memory. So nothing that a
+file tells reaches timm but through `checked_args` and `checked_cfg`, and no model is made in memory before its shapes
+are known to be those of the tensors (`build_model`).
+"""
+import math
+import reprlib
+from typing import Any, Callable, Dict, Mapping, NamedTuple
+
+import timm
+import torch
+from timm.layers import get_act_layer, get_norm_layer, to_2tuple
+from torch import nn
+
+from .rel_pos import ENCODINGS
+
+MAX_TOKENS = 2 ** 16  # of an image; more would attend for hours
+
+
+class Rule(NamedTuple):
+    """What a value may be."""
+    accepts: Callable[[Any], bool]
+    expected: str
+
+
+def _is_int(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+
+
+def _int(low: int, high: int) -> Rule:
+    return Rule(lambda value: _is_int(value, low, high), f'a whole number from {low} to {high}')
+
+
+def _number(low: float, high: float) -> Rule:
+    return Rule(
+        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high,
+        f'a number from {low:g} to {high:g}')
+
+
+def _size(high: int) -> Rule:
+    def accepts(value: Any) -> bool:
+        sides = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
+        return all(_is_int(side, 1, high) for side in sides)
+    return Rule(accepts, f'one or two whole numbers from 1 to {high}')
+
+
+def _list_of(rule: Rule, most: int) -> Rule:
+    return Rule(
+        lambda value: isinstance(value, (tuple, list)) and len(value) <= most and all(map(rule.accepts, value)),
+        f'a list of at most {most}, each {rule.expected}')
+
+
+def _one_of(*choices: Any) -> Rule:
+    return Rule(
+        lambda value: isinstance(value, (str, bool)) and value in choices, f'one of {", ".join(map(repr, choices))}')
+
+
+def _known_to(find: Callable[[str], Any], what: str) -> Rule:
+    def accepts(value: Any) -> bool:
+        try:
+            return isinstance(value, str) and value.isidentifier() and find(value) is not None
+        except KeyError:
+            return False
+    return Rule(accepts, f"the name of one of timm's {what} layers")
+
+
+def _either(one: Rule, other: Rule) -> Rule:
+    return Rule(lambda value: one.accepts(value) or other.accepts(value), f'{one.expected} or {other.expected}')
+
+
+_TEXT = Rule(lambda value: isinstance(value, str) and len(value) <= 1000, 'a text of at most 1000 characters')
+_HEADS = _int(0, 10_000)
+_RATE = _number(0, 1)
+
+ARGS: Dict[str, Rule] = {
+    'img_size': _size(2 ** 13), 'patch_size': _size(2 ** 10), 'kernel_size': _size(255),
+    'in_chans': _int(1, 1000), 'hidden_chans': _int(1, 10_000), 'num_classes': _int(0, 10 ** 6),
+    'depth': _int(1, 1000), 'mlp_ratio': _number(0, 1000),
+    'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, 10 ** 5),
+    'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS),
+    'global_pool': _one_of('', 'avg', 'avgmax', 'max', 'map', 'prr'),
+    'fc_norm': _one_of(True, False), 'norm_layer': _known_to(get_norm_layer, 'normalization'),
+    'act_layer': _known_to(get_act_layer, 'activation'),
+    'drop_rate': _RATE, 'proj_drop_rate': _RATE, 'attn_drop_rate': _RATE, 'drop_path_rate': _RATE,
+}
+CFG: Dict[str, Rule] = {
+    'mean': _list_of(_number(-1e3, 1e3), 1000), 'std': _list_of(_number(1e-6, 1e3), 1000),
+    'interpolation': _one_of('bicubic', 'bilinear', 'nearest', 'lanczos', 'hamming', 'box', 'random'),
+    'crop_pct': _number(0.01, 100), 'crop_mode': _one_of('center', 'squash', 'border'),
+    'label_names': _list_of(_TEXT, 10 ** 6), 'license': _TEXT,
+    'label_descriptions': Rule(
+        lambda value: isinstance(value, dict) and all(_TEXT.accepts(x) for item in value.items() for x in item),
+        'a text for every name'),
+}
+
+
+def _checked(told: Mapping[str, Any], rules: Mapping[str, Rule]) -> Dict[str, Any]:
+    known = {name: told[name] for name in rules if told.get(name) is not None}
+    for name, value in known.items():
+        if not rules[name].accepts(value):
+            raise ValueError(f'{name} is {shorten(value)}, where {rules[name].expected} was expected')
+    return known
+
+
+def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return those of the told arguments that models of this package have; all others are left out.
+
+    Raises:
+        ValueError: If one has a type or value that no model can have.
+    """
+    args = _checked(told, ARGS)
+    sides = zip(to_2tuple(args.get('img_size', 1)), to_2tuple(args.get('patch_size', 1)))
+    if 'patch_size' in args and math.prod(side // patch for side, patch in sides) > MAX_TOKENS:
+        raise ValueError(f"an image of {args['img_size']} has too many patches of {args['patch_size']}")
+    return args
+
+
+def checked_cfg(told: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return what is told of preprocessing, classes and license; all else is left out.
+
+    Raises:
+        ValueError: If something has a type or value that it cannot have.
+    """
+    return _checked(told, CFG)
+
+
+def build_model(
+        name: str,
+        args: Mapping[str, Any],
+        pretrained_cfg: Mapping[str, Any],
+        state_dict: Mapping[str, torch.Tensor],
+) -> nn.Module:
+    """Build a model that holds these tensors themselves. Nothing is allocated but what the tensors fill.
+
+    Args:
+        name: Registered name.
+        args: Arguments of the model: what `checked_args` returned, and what the user asked for.
+        pretrained_cfg: What `checked_cfg` returned.
+        state_dict: All tensors of the model.
+
+    Raises:
+        RuntimeError: If the tensors are not those of this model.
+    """
+    model = timm.create_model(name, **args, pretrained_cfg_overlay=dict(pretrained_cfg), device=torch.device('meta'))
+    model.load_state_dict(state_dict, assign=True)
+    for module in model.modules():
+        if hasattr(module, 'init_non_persistent_buffers'):
+            module.init_non_persistent_buffers()
+    return model.eval()
+
+
+def shorten(value: Any) -> str:
+    """Return a value of a file as it may be printed: escaped, in one line, and short."""
+    return reprlib.repr(value).encode('ascii', 'backslashreplace').decode()
