@@ -7,8 +7,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from timm_cmhsa import CheckpointError, convert_checkpoint
 from timm_cmhsa.plots import load_model
@@ -76,8 +75,8 @@ def test_conversion_leaves_them_out_too(hostile, tmp_path):
 
 
 @pytest.mark.parametrize(('name', 'value'), [
-    ('depth', 10 ** 9), ('depth', True), ('depth', '4'), ('img_size', 10 ** 9), ('img_size', [32]), ('img_size', [8, 0]),
-    ('num_heads', [4, -1]), ('num_heads', [1] * 2000), ('head_dim', 1e3), ('mlp_ratio', float('inf')),
+    ('depth', 10 ** 9), ('depth', True), ('depth', '4'), ('img_size', 10 ** 9), ('img_size', [32]),
+    ('img_size', [8, 0]), ('num_heads', [4, -1]), ('num_heads', [1] * 2000), ('head_dim', 1e3), ('mlp_ratio', float('inf')),
     ('mlp_ratio', float('nan')), ('drop_rate', 2), ('norm_layer', 'os.system'), ('act_layer', '__class__'),
     ('global_pool', ['avg']), ('rel_pos', 'cubic'), ('fc_norm', 1),
 ])
@@ -116,7 +115,7 @@ def test_whatever_is_told_is_checked_or_refused(told):
 def test_a_model_is_allocated_only_if_the_tensors_are_its():
     tensors = timm.create_model('cmhsa_attn', **SMALL).state_dict()
     args = dict(SMALL, depth=500, num_heads=10_000, head_dim=10 ** 5)  # 100 TB
-    with pytest.raises(RuntimeError, match='Missing key|size mismatch'):
+    with pytest.raises(RuntimeError, match=r'Missing key|size mismatch'):
         build_model('cmhsa_attn', args, {}, tensors)
     model = build_model('cmhsa_attn', SMALL, {}, tensors)
     assert model(torch.randn(1, 3, 16, 16)).shape == (1, 3)
