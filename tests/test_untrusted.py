@@ -77,7 +77,8 @@ def test_conversion_leaves_them_out_too(hostile, tmp_path):
 @pytest.mark.parametrize(('name', 'value'), [
     ('depth', 10 ** 9), ('depth', True), ('depth', '4'), ('img_size', 10 ** 9), ('img_size', [32]),
     ('img_size', [8, 0]), ('num_heads', [4, -1]), ('num_heads', [1] * 2000), ('head_dim', 1e3),
-    ('mlp_ratio', float('inf')), ('mlp_ratio', float('nan')), ('drop_rate', 2), ('norm_layer', 'os.system'), ('act_layer', '__class__'),
+    ('mlp_ratio', float('inf')),
+    ('mlp_ratio', float('nan')), ('drop_rate', 2), ('norm_layer', 'os.system'), ('act_layer', '__class__'),
     ('global_pool', ['avg']), ('rel_pos', 'cubic'), ('fc_norm', 1),
 ])
 def test_absurd_values_are_refused(name, value, tmp_path):
