@@ -199,6 +199,18 @@ def test_absorption_follows_the_shapes(dim, head_dim, expected):
     assert operations(attn.eval(), tokens) == operations(other.eval(), tokens), 'in training alone'
 
 
+def test_what_an_encoding_or_a_look_at_maps_rules_out_is_left_undone():
+    attn = random_attention(12, rel_pos='learned_content', head_dim=24).train()
+    attn.absorb, attn.chunk_size = True, 4
+    assert not attn.can_absorb()
+    assert attn.fuse() is attn
+    assert attn(torch.randn(2, 6, 12)).shape == (2, 6, 12)
+    attn = random_attention(head_dim=24).train()
+    assert attn.can_absorb()
+    attn.fused_attn = False
+    assert not attn.can_absorb()
+
+
 class Doubled(nn.Linear):
     def forward(self, x):
         return 2 * super().forward(x)

@@ -145,7 +145,7 @@ def test_patches_that_are_not_square(tmp_path):
     assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
     model = create(patch_size=(2, 4))
     torch.save(model.state_dict(), tmp_path / 'a.pth')
-    with pytest.raises(CheckpointError, match='give the patch size'):
+    with pytest.raises(CheckpointError, match=r'give patch_size=HxW with H \* W = 8'):
         convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'no')
     assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'b'), '--img-size', '32', '--patch-size', '2x4']) == 0
     assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "b"}', pretrained=True))
@@ -169,7 +169,7 @@ def test_image_size_of_a_plain_state_dict_is_that_of_the_model_with_such_patches
         assert report.model_args['img_size'] == (32, 32)
         assert report.img_size_source == 'default of cmhsa_conv_k3_patch4_32'
     torch.save(create(patch_size=8).state_dict(), tmp_path / 'a.pth')
-    with pytest.raises(CheckpointError, match='give the image size'):
+    with pytest.raises(CheckpointError, match='give img_size=N'):
         convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'no.pth')
 
 
@@ -518,7 +518,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be positive'),
     (['--head-dim', '-5'], 'must be positive'),
     (['--in-chans', '0'], 'must be positive'),
-    (['--patch-size', '5'], 'are not patches of (5, 5) pixels a side'),
+    (['--patch-size', '5'], 'are not patches of (5, 5) pixels: give --patch-size HxW with H * W = 16'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
     assert main([str(src), str(tmp_path / 'out'), *options]) == 2
@@ -541,6 +541,20 @@ def test_images_that_cannot_be_read(src, tmp_path, capsys):
         (tmp_path / 'images' / f'{i}.png').write_bytes(b'no image')
     assert main([str(src), str(tmp_path / 'out'), '--images', str(tmp_path / 'images')]) == 2
     assert 'holds no images that can be read' in capsys.readouterr().err
+
+
+def test_every_tensor_keeps_its_type(conv_model, tmp_path):
+    mixed = {
+        name: tensor.bfloat16() if 'blocks.1.' in name else tensor for name, tensor in conv_model.state_dict().items()}
+    torch.save(mixed, tmp_path / 'a.pth')
+    assert convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out.pth').max_error < 2e-6
+    for name, tensor in torch.load(tmp_path / 'out.pth').items():
+        assert tensor.dtype == (torch.bfloat16 if 'blocks.1.' in name else torch.float32), name
+
+
+def test_names_of_files_stay_as_they_are(tmp_path, capsys):
+    assert main([str(tmp_path / 'num_heads=9,model=x' / 'last.pth.tar'), str(tmp_path / 'out')]) == 2
+    assert 'num_heads=9,model=x/last.pth.tar does not exist' in capsys.readouterr().err
 
 
 def test_values_that_the_type_does_not_hold(conv_model, tmp_path, capsys):
@@ -691,7 +705,10 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert [line.split()[:4] for line in lines[2:4]] == [[f'blocks.{i}.attn', '9', 'of', '9'] for i in range(2)]
     assert lines[4].startswith('logits')
     assert lines[5] == 'top-1 agreement 100.00% on 8 random and 0 real images'
-    assert lines[6] == f'written to {tmp_path / "out"}'
+    assert lines[6] == (
+        'assumed, as tensors alone do not tell: patch_size=(4, 4), in_chans=3, fc_norm=False, norm_layer=None, '
+        'act_layer=None, global_pool=avg')
+    assert lines[7] == f'written to {tmp_path / "out"}'
 
 
 def test_command_explains_itself(capsys):

@@ -131,4 +131,17 @@ def test_verification_finds_what_differs():
     assert changed.layers[1].heads_used == 0
     assert changed.logits_error > 0.01
     nn.init.constant_(converted.blocks[0].attn.proj.bias, float('nan'))
-    assert not verify(model, converted, images).layers[0].error <= 1
+    broken = verify(model, converted, images)
+    assert not broken.layers[0].error <= 1
+    assert not broken.max_error <= 1
+
+
+def test_verification_takes_models_as_they_are_and_leaves_them_so():
+    model = create(drop_path_rate=0.5, drop_rate=0.5).train()
+    converted = convert_model(model)
+    assert verify(nn.DataParallel(model), converted, torch.randn(4, 3, 16, 16)).max_error <= 2e-6
+    assert model.training
+    assert converted.training
+    with pytest.raises(AssertionError):
+        verify(model, converted, torch.randn(4, 3, 20, 20))
+    assert not any(block.attn._forward_hooks for block in model.blocks)

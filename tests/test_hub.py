@@ -153,6 +153,14 @@ def test_a_folder_is_published_as_it_is(hub, folder, capsys):
     assert push(src='out', repo_id='alice/other') == 0
     assert capsys.readouterr().out == f'pushed to {hub.url}/alice/other\n'
     assert hub.files('alice/other')['README.md'].endswith(b'by hand')
+    for arguments in (['--license', 'mit'], ['--num-heads', '3'], ['--label-names', 'labels.txt']):
+        assert push(*arguments, src='out', repo_id='alice/other') == 2
+        assert 'out is converted already and published as it is: leave out' in capsys.readouterr().err
+    (folder / 'bad').mkdir()
+    (folder / 'bad' / 'model.safetensors').write_bytes(b'')
+    (folder / 'bad' / 'config.json').write_text('[]')
+    with pytest.raises(CheckpointError, match=r'config\.json does not describe a model'):
+        push_folder_to_hub('bad', 'alice/net')
     with pytest.raises(CheckpointError, match=r'none has no config\.json: give a folder that holds a model'):
         push_folder_to_hub('none', 'alice/net')
 
@@ -588,6 +596,14 @@ def test_models_that_timm_could_not_make_again(hub):
     model = create()
     model.blocks[0].mlp.act = nn.Tanh()
     with pytest.raises(CheckpointError, match='with other outputs: change a model by reset_classifier'):
+        push_to_hub(model, 'alice/net')
+    model = create()
+    model.blocks[0].norm1.weight.data[0] = float('nan')
+    with pytest.raises(CheckpointError, match='the model holds NaN or Inf'):
+        push_to_hub(model, 'alice/net')
+    model = create()
+    model.head.register_forward_hook(lambda *_: (_ for _ in ()).throw(RuntimeError('a bug in a hook')))
+    with pytest.raises(RuntimeError, match=r'^a bug in a hook$'):
         push_to_hub(model, 'alice/net')
     with pytest.raises(CheckpointError, match='the name that timm has for it'):
         push_to_hub(create(norm_layer=nn.LayerNorm), 'alice/net')

@@ -18,10 +18,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog='python -m timm_cmhsa', description=__doc__)
     parser.add_argument('script', metavar='SCRIPT')
     parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER)
-    script = parser.parse_args().script
+    args = parser.parse_args()
+    script = args.script
     if not os.path.exists(script):
         parser.error(f"can't open file {os.path.abspath(script)!r}")
-    sys.argv = sys.argv[1:]
+    sys.argv = [script, *args.arguments]
     if not getattr(sys.flags, 'safe_path', False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))
     runpy.run_path(script, run_name='__main__')

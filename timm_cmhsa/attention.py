@@ -30,8 +30,8 @@ class RelPosAttention(OnGrid, Attention):
     `nn.MultiheadAttention` calls `add_zero_attn`). A head can attend to nothing by it, as it must where its offset
     points outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
 
-    Two attributes make it cheaper. They follow from the shapes, when it is made and when the grid changes, and can be
-    set; neither changes the function (see `efficient.py`):
+    Two attributes make it cheaper. They follow from the shapes, whenever these change, and can be set. Neither changes
+    the function (see `efficient.py`), and an encoding that depends on the queries has no use for them:
 
     - `absorb`: Absorb the weights of wide heads, anew in every training step. `fuse` does it once for inference.
     - `chunk_size`: Number of queries that attend at a time, None for all.
@@ -135,14 +135,18 @@ class RelPosAttention(OnGrid, Attention):
     @torch.jit.unused
     def can_absorb(self) -> bool:
         """Return whether this step absorbs weights: in training, unless somebody looks at maps or projections."""
+        return self.training and self.fused_attn and not is_onnx_export() and self._is_absorbable()
+
+    def _is_absorbable(self) -> bool:
         return (
-            self.training and self.absorb and self.fused_attn and not is_onnx_export()
+            self.absorb and self.chunk_size is None and not self.rel_pos.depends_on_queries
             and is_plain_linear(self.qkv) and is_plain_linear(self.proj))
 
     @torch.jit.unused
     def can_chunk(self, attn_mask: Mask = None, is_causal: bool = False) -> bool:
         """Return whether queries attend in chunks: unless there is a mask, or somebody looks at maps."""
-        return self.chunk_size is not None and self.fused_attn and attn_mask is None and not is_causal
+        can_wait = attn_mask is None and not is_causal and not self.rel_pos.depends_on_queries
+        return self.chunk_size is not None and self.fused_attn and can_wait
 
     def default_form(self) -> Tuple[bool, Optional[int]]:
         """Return what is cheapest for the shapes of this layer: `absorb` and `chunk_size`."""
@@ -171,7 +175,7 @@ class RelPosAttention(OnGrid, Attention):
 
         It is a new layer with absorbed weights, or this one where that would not be cheaper.
         """
-        if self.absorb and is_plain_linear(self.qkv) and is_plain_linear(self.proj):
+        if self._is_absorbable():
             return AbsorbedRelPosAttention(self.qkv, self.proj, self.rel_pos, self.scale, self.fused_attn)
         return self
 

@@ -37,8 +37,9 @@ class VerificationError(RuntimeError):
 class Phase1(NamedTuple):
     """A phase-1 model, and where it comes from."""
     model: CmhsaConv  # computes in float32 at least
-    dtype: torch.dtype  # to write its conversion in
+    dtypes: Dict[str, torch.dtype]  # of its tensors in the file
     img_size_source: str
+    assumed: Dict[str, Any]  # arguments that nothing tells
     source: Dict[str, str]  # for the model card
     training: Dict[str, str]  # how it was trained, as far as it tells
 
@@ -90,9 +91,9 @@ def convert_checkpoint(
         HubError: If the input cannot be had from the Hub. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    dst = Path(dst).resolve()
-    check_destination(dst, locate(src), force)
-    phase1 = load_phase1(src, img_size, patch_size, in_chans, num_classes, use_ema, dtype)
+    path, dst = locate(src), Path(dst).resolve()
+    check_destination(dst, path, force)
+    phase1 = load_phase1(path, src, model, img_size, patch_size, in_chans, num_classes, use_ema, dtype)
     heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
     converted, report = convert_and_verify(phase1, model, heads, images, tolerance)
     save_model(converted, dst, report.metadata)
@@ -106,7 +107,9 @@ def locate(src: Union[str, Path]) -> Path:
 
 
 def load_phase1(
+        path: Path,
         src: Union[str, Path],
+        architecture: Optional[str] = None,
         img_size: Optional[Size2d] = None,
         patch_size: Optional[Size2d] = None,
         in_chans: Optional[int] = None,
@@ -114,20 +117,19 @@ def load_phase1(
         use_ema: bool = False,
         dtype: Optional[Union[str, torch.dtype]] = None,
 ) -> Phase1:
-    """Load the phase-1 model of a checkpoint. Arguments and errors are those of `convert_checkpoint`."""
-    checkpoint = read_checkpoint(locate(src), use_ema)
+    """Load the phase-1 model of a file or folder, which is that of `src`; else see `convert_checkpoint`."""
+    checkpoint = read_checkpoint(path, use_ema)
     known = {key: checkpoint.model_args[key] for key in KNOWN_ARGS if checkpoint.model_args.get(key) is not None}
     img_size_source = 'from the checkpoint' if 'img_size' in known else 'as asked for'
     for key, value in (('img_size', img_size), ('patch_size', patch_size), ('in_chans', in_chans)):
         if value is not None and to_2tuple(known.setdefault(key, value)) != to_2tuple(value):
             raise CheckpointError(f'the checkpoint was trained with {key}={known[key]}, where {value} was asked for.')
     state_dict = checkpoint.state_dict if dtype is None else _cast(checkpoint.state_dict, dtype)
-    model = build_phase1(state_dict, checkpoint.architecture, checkpoint.pretrained_cfg, **known)
+    model = build_phase1(state_dict, checkpoint.architecture or architecture, checkpoint.pretrained_cfg, **known)
     if num_classes is not None and num_classes != model.num_classes:
         raise CheckpointError(f'the checkpoint has {model.num_classes} classes, where {num_classes} were expected.')
     if 'img_size' not in known:
         img_size_source = f"default of {model.pretrained_cfg['architecture']}"
-    written = next(model.parameters()).dtype
     source = {
         **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
         'Checkpoint': str(src) if str(src).startswith(PREFIXES) else Path(src).name,  # its folder is nobody's business
@@ -135,9 +137,11 @@ def load_phase1(
         'SHA-256': checkpoint.sha256,
     }
     return Phase1(
-        model=model.to(torch.promote_types(torch.float32, written)),
-        dtype=written,
+        model=model.to(torch.float64 if torch.float64 in {t.dtype for t in state_dict.values()} else torch.float32),
+        dtypes={name: tensor.dtype for name, tensor in state_dict.items()},
         img_size_source=img_size_source,
+        assumed={} if checkpoint.architecture else {
+            key: value for key, value in model.model_args().items() if key in KNOWN_ARGS[1:] and key not in known},
         source=source,
         training=training_details(checkpoint.training_args),
     )
@@ -158,7 +162,8 @@ def convert_and_verify(
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     compute_dtype = next(phase1.model.parameters()).dtype
-    converted.to(phase1.dtype).to(compute_dtype)  # what is written is what is verified
+    _set_types(converted, phase1.dtypes)
+    converted.to(compute_dtype)  # what is written is what is verified
     generator = torch.Generator().manual_seed(0)
     random_images = torch.randn(
         NUM_RANDOM_IMAGES, phase1.model.in_chans, *phase1.model.patch_embed.img_size, generator=generator)
@@ -171,6 +176,7 @@ def convert_and_verify(
         architecture=architecture,
         model_args=json_args(converted),
         img_size_source=phase1.img_size_source,
+        assumed=phase1.assumed,
         sharpness=heads.sharpness,
         approximate=heads.approximate,
         num_random_images=len(random_images),
@@ -184,7 +190,15 @@ def convert_and_verify(
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nerror {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was written.')
-    return converted.to(phase1.dtype), report
+    _set_types(converted, phase1.dtypes)
+    return converted, report
+
+
+def _set_types(converted: CmhsaAttn, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Give every tensor the type of the source's, those of an attention that of the convolution."""
+    for name, parameter in converted.named_parameters():
+        of_attention = f"{name.partition('.attn.')[0]}.attn.conv.weight"
+        parameter.data = parameter.data.to(dtypes.get(name, dtypes.get(of_attention, dtypes['blocks.0.norm1.weight'])))
 
 
 def _cast(state_dict: Dict[str, torch.Tensor], dtype: Union[str, torch.dtype]) -> Dict[str, torch.Tensor]:
@@ -212,7 +226,10 @@ def save_model(model: Cmhsa, dst: Path, metadata: Dict[str, str]) -> None:
         if dst.suffix == '.safetensors':
             safetensors.torch.save_file(tensors_of(model), partial, metadata)
         elif dst.suffix in PICKLE_SUFFIXES:
-            torch.save(tensors_of(model), partial)
+            try:
+                torch.save(tensors_of(model), partial)
+            except RuntimeError as e:  # of a full disk
+                raise OSError(str(e)) from e
         else:
             write_folder(model, partial, metadata)
 

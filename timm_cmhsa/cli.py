@@ -21,6 +21,7 @@ from .phase1 import DTYPES
 from .rel_pos import POINTABLE
 from .version import __version__
 
+UPLOAD_OPTIONS = ('private', 'revision', 'create_pr', 'commit_message', 'overwrite_readme', 'overwrite_model')
 CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn) checkpoint that computes the same. Verified before
 it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the Hugging Face
@@ -47,7 +48,7 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
             convert_args = {key: value for key, value in vars(args).items() if key not in push_options}
             print(f'{convert_checkpoint(**convert_args)}\nwritten to {args.dst}')
         else:
-            _push(args)
+            _push(parser, args)
     except (CheckpointError, HubError, VerificationError, OSError) as e:
         print(f'convert_checkpoint: {_in_flags(str(e), parser)}', file=sys.stderr)
         return 1 if isinstance(e, VerificationError) else 3 if isinstance(e, HubError) else 2
@@ -62,20 +63,23 @@ def _in_flags(message: str, parser: argparse.ArgumentParser) -> str:
     for action in parser._actions:
         if action.option_strings:
             flag = action.option_strings[-1]
-            message = re.sub(rf'\b{action.dest}=True\b', flag, message)
-            message = re.sub(rf'\b{action.dest}=(?=\S)', f'{flag} ', message)
+            message = re.sub(rf'(?<![^\s(]){action.dest}=True\b', flag, message)  # not within the name of a file
+            message = re.sub(rf'(?<![^\s(]){action.dest}=(?=\S)', f'{flag} ', message)
     return message
 
 
-def _push(args: argparse.Namespace) -> None:
+def _push(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     check_push(args.push_to_hub, args.revision, args.create_pr, args.commit_message)
     folder = Path(args.src.removeprefix('local-dir:'))
-    if not _is_converted(folder):
+    if _is_converted(folder):
+        for name in vars(args).keys() - {'src', 'push_to_hub', *UPLOAD_OPTIONS}:
+            if getattr(args, name) != parser.get_default(name):
+                raise CheckpointError(f'{folder} is converted already and published as it is: leave out {name}=...')
+    else:
         folder = args.dst or Path(args.push_to_hub.split('/')[1].replace('.', '_'))
         _convert_into(folder, args)
-    options = ('private', 'revision', 'create_pr', 'commit_message', 'overwrite_readme', 'overwrite_model')
     try:
-        url = push_folder_to_hub(folder, args.push_to_hub, **{name: getattr(args, name) for name in options})
+        url = push_folder_to_hub(folder, args.push_to_hub, **{name: getattr(args, name) for name in UPLOAD_OPTIONS})
     except (HubError, OSError) as e:
         raise HubError(f'{e} The converted model is kept in {folder}.') from e
     print(f'pushed to {url}')
@@ -97,9 +101,11 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
     num_classes = len(about['label_names'] or ()) or args.num_classes
     dst = dst.resolve()
     exists = dst.is_dir() and any(dst.iterdir())
-    check_destination(dst, locate(args.src), force=args.force or exists)
+    path = locate(args.src)
+    check_destination(dst, path, force=args.force or exists)
     phase1 = load_phase1(
-        args.src, args.img_size, args.patch_size, args.in_chans, num_classes, args.use_ema, args.dtype)
+        path, args.src, args.model, args.img_size, args.patch_size, args.in_chans, num_classes, args.use_ema,
+        args.dtype)
     heads = HeadOptions(args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos)
     converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
     with tempfile.TemporaryDirectory(prefix=f'.{dst.name}.', dir=dst.parent) as parent:
@@ -155,11 +161,10 @@ def read_results(path: Path) -> Dict[str, float]:
 
 
 def _size(text: str) -> Tuple[int, int]:
-    height, _, width = text.partition('x')
-    try:
-        return int(height), int(width or height)
-    except ValueError as e:
-        raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW') from e
+    match = re.fullmatch(r'(\d+)(?:x(\d+))?', text)
+    if not match:
+        raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW')
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:

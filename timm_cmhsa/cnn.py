@@ -35,7 +35,7 @@ class AttendedLayer(NamedTuple):
     num_heads: int
     head_dim: int
     params: Tuple[int, int]  # of the convolution, of the attention
-    macs: Tuple[int, int]  # multiply-accumulates for one image, of the convolution, of the attention
+    macs: Tuple[int, int]  # multiply-accumulates for one image, of the convolution, of the reparameterized attention
 
 
 class AttentionSummary(List[AttendedLayer]):
@@ -177,7 +177,7 @@ def attend_convs(
     kept: Dict[str, str] = {}
     for name, conv in convs.items():
         try:
-            if owners[id(conv._parameters.get('weight'))] > 1:
+            if not is_parametrized(conv) and owners[id(conv._parameters['weight'])] > 1:
                 raise ValueError('It shares its weight with another module.')
             if conv not in attended:
                 attended[conv] = _attend(conv, shapes[conv], patch_size, rel_pos)

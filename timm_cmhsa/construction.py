@@ -89,10 +89,12 @@ def conv2d_to_attention(
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
     _check_plain(conv)
+    for axis, patch in enumerate(to_2tuple(patch_size)):
+        _check_stride(conv, axis, patch)
     if not keeps_size(conv, patch_size, grid_size):
-        fitting = tuple(d * (k - 1) // 2 for d, k in zip(conv.dilation, conv.kernel_size))
-        raise ValueError(
-            f'padding={conv.padding!r} does not keep the size (divided by the stride): use {fitting}, an odd kernel.')
+        spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
+        remedy = 'an odd kernel' if any(span % 2 for span in spans) else f'padding=({spans[0] // 2}, {spans[1] // 2})'
+        raise ValueError(f'padding={conv.padding!r} does not keep the size (divided by the stride): use {remedy}.')
     return rewrite(conv, patch_size, grid_size, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos))
 
 
@@ -251,10 +253,7 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
     meet the grid are left out; with circular padding they are taken modulo the grid.
     """
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
-    if patch % stride:
-        raise ValueError(
-            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
-            f'divisible by {stride}.')
+    _check_stride(conv, axis, patch)
     pad_left, _ = _axis_padding(conv, axis)
     rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
     pixels = rows[:, None] * stride + taps * dilation - pad_left
@@ -263,6 +262,14 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
         offsets = (offsets + grid // 2) % grid - grid // 2
     one_hot = F.one_hot(pixels % patch, patch).double()
     return {o: one_hot * (offsets == o).unsqueeze(-1) for o in offsets.unique().tolist() if abs(o) < grid}
+
+
+def _check_stride(conv: nn.Conv2d, axis: int, patch: int) -> None:
+    stride = conv.stride[axis]
+    if patch % stride:
+        raise ValueError(
+            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
+            f'divisible by {stride}.')
 
 
 def _axis_padding(conv: nn.Conv2d, axis: int) -> Tuple[int, int]:

@@ -1,4 +1,5 @@
 """A phase-1 model in, the phase-2 model that computes the same out; and a measurement of whether it does."""
+import contextlib
 from dataclasses import dataclass
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -8,6 +9,7 @@ from timm.models import clean_state_dict
 from timm.utils import unwrap_model
 from torch import nn
 
+from .analysis import eval_mode
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import HeadOptions, conv2d_to_attention, exact_sharpness, plan_heads
 from .patches import Size2d
@@ -93,7 +95,7 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
         if is_thin and target.embed_dim != model.embed_dim:
             raise ValueError(
                 f'{architecture} has tokens of width {target.embed_dim}, the phase-1 model of {model.embed_dim}: '
-                f'choose a model of that width, or {matching_architecture(model)} and the head_dim of its heads.')
+                f'choose a model of that width, or {matching_architecture(model)} with head_dim=N.')
         head_dim = default.head_dim if is_thin else model.embed_dim
     needed = len(plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos))
     if num_heads is None:
@@ -167,20 +169,22 @@ class Verification:
 
     @property
     def max_error(self) -> float:
-        return max([self.logits_error] + [layer.error for layer in self.layers])
+        return torch.tensor([self.logits_error, *(layer.error for layer in self.layers)]).max().item()  # NaN wins
 
 
 @torch.inference_mode()
-def verify(model: CmhsaConv, converted: CmhsaAttn, images: torch.Tensor) -> Verification:
-    """Compare a phase-1 model with its rewrite, layer by layer and at the end.
+def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
+    """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
     Every layer gets the input of its convolution, so that its error is its own.
 
     Args:
-        model, converted: Models to compare, in eval mode.
+        model, converted: Models to compare, or wrappers of them.
         images: Shape (B, C, H, W).
     """
-    largest, squares = torch.zeros(2, len(model.blocks) + 1), torch.zeros(2, len(model.blocks) + 1)
+    source: Any = unwrap_model(model)
+    target: Any = unwrap_model(converted)
+    largest, squares = torch.zeros(2, len(source.blocks) + 1), torch.zeros(2, len(source.blocks) + 1)
     same_class = []
 
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
@@ -188,17 +192,16 @@ def verify(model: CmhsaConv, converted: CmhsaAttn, images: torch.Tensor) -> Veri
             largest[j, i] = torch.maximum(largest[j, i], values.abs().max())
             squares[j, i] += values.square().sum()
 
-    hooks = [
-        block.attn.register_forward_hook(
-            lambda _, inputs, output, i=i: compare(i, output, converted.blocks[i].attn(inputs[0])))
-        for i, block in enumerate(model.blocks)
-    ]
-    for batch in images.split(BATCH_SIZE):
-        expected, actual = model(batch), converted(batch)
-        compare(-1, expected, actual)
-        same_class.append(expected.argmax(dim=-1) == actual.argmax(dim=-1))
-    for hook in hooks:
-        hook.remove()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eval_mode(source))
+        stack.enter_context(eval_mode(target))
+        for i, block in enumerate(source.blocks):
+            stack.enter_context(block.attn.register_forward_hook(
+                lambda _, inputs, output, i=i: compare(i, output, target.blocks[i].attn(inputs[0]))))
+        for batch in images.split(BATCH_SIZE):
+            expected, actual = source(batch), target(batch)
+            compare(-1, expected, actual)
+            same_class.append(expected.argmax(dim=-1) == actual.argmax(dim=-1))
     tiny = torch.finfo(squares.dtype).tiny  # where a model has nothing but zeros
     *layer_errors, logits_errors = zip(
         (largest[0] / largest[1].clamp(min=tiny)).tolist(), (squares[0] / squares[1].clamp(min=tiny)).sqrt().tolist())
@@ -210,7 +213,7 @@ def verify(model: CmhsaConv, converted: CmhsaAttn, images: torch.Tensor) -> Veri
             error=error,
             rms_error=rms_error,
         )
-        for i, (block, (error, rms_error)) in enumerate(zip(converted.blocks, layer_errors))
+        for i, (block, (error, rms_error)) in enumerate(zip(target.blocks, layer_errors))
     ]
     return Verification(
         layers=layers,

@@ -28,7 +28,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint tells."""
+    """Tensors, and what the file tells of their model."""
     state_dict: Dict[str, torch.Tensor]
     architecture: Optional[str]  # timm's name of the model, where the checkpoint tells
     model_args: Dict[str, Any]  # of `timm.create_model`, as far as it tells
@@ -38,7 +38,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
-    """Read tensors, and what is told of the model they belong to. Prefixes of wrappers are stripped.
+    """Read tensors, and what the file tells of their model. Prefixes of wrappers are stripped.
 
     Args:
         path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
@@ -107,7 +107,7 @@ def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Di
     """Return what timm's `load_state_dict` would take, but averaged weights only where asked for."""
     ema = [key for key in ('state_dict_ema', 'model_ema') if content.get(key) is not None]
     if use_ema and not ema:
-        raise CheckpointError(f'{path} holds no EMA weights: leave out use_ema=True, or train with --model-ema.')
+        raise CheckpointError(f'{path} holds no EMA weights: leave out use_ema=True.')
     key = ema[0] if use_ema else next((key for key in ('state_dict', 'model') if key in content), None)
     state_dict = content if key is None else content[key]
     if not isinstance(state_dict, dict) or not state_dict:
@@ -212,7 +212,7 @@ def whole_or_nothing(dst: Path) -> Iterator[Path]:
             with path.open('rb') as file:
                 os.fsync(file.fileno())
         replace(partial, dst)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as e:
+    except (OSError, safetensors.SafetensorError) as e:
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}. Nothing was written.') from e
     finally:
         with contextlib.suppress(OSError):
@@ -244,4 +244,4 @@ def _remove(path: Path) -> None:
 def one_line(error: BaseException) -> str:
     """Return the first line of an error's message, for use in another one."""
     text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-    return text.strip().splitlines()[0].rstrip('.')
+    return (text.strip() or type(error).__name__).splitlines()[0].rstrip('.')

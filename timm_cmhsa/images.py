@@ -46,7 +46,7 @@ def choose_images(
 
 
 def evenly_spaced(total: int, count: int) -> List[int]:
-    """Return so many numbers below the total, or all: of files sorted by class, some of every class."""
+    """Return `count` indices below `total` at equal distances, or all of them."""
     count = min(count, total)
     return [i * total // count for i in range(count)]
 

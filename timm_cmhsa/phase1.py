@@ -25,10 +25,12 @@ def build_phase1(
     """
     known = {key: value for key, value in known.items() if value is not None}
     args = infer_model_args(state_dict, known)
-    name = architecture if architecture in timm.list_models('*cmhsa_conv*') else None
+    name = architecture if timm.is_model(architecture or '') else None
     if 'img_size' not in args:
         name = name or _matching_phase1(to_2tuple(args['patch_size']))
         args['img_size'] = timm.get_pretrained_cfg_value(name, 'input_size')[1:]
+    if name not in timm.list_models('*cmhsa_conv*'):
+        name = None
     overlay = dict(pretrained_cfg or {})
     try:
         model = timm.create_model(
@@ -60,7 +62,7 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
     if math.prod(to_2tuple(args['patch_size'])) * chans != embed_dim:
         raise CheckpointError(
             f'tokens of width {embed_dim} (blocks.0.norm1.weight) with {chans} channels (blocks.0.attn.conv.weight) '
-            f"are not patches of {args['patch_size']} pixels a side: give the patch size.")
+            f"are not patches of {args['patch_size']} pixels: give patch_size=HxW with H * W = {embed_dim // chans}.")
     return args
 
 
@@ -69,7 +71,7 @@ def _matching_phase1(patch_size: Tuple[int, int]) -> str:
     for name in timm.list_models('cmhsa_conv*'):
         if timm.create_model(name, depth=1, device=torch.device('meta')).patch_embed.patch_size == patch_size:
             return name
-    raise CheckpointError('nothing tells the size of the images that the model was trained on: give the image size.')
+    raise CheckpointError('nothing tells the size of the images that the model was trained on: give img_size=N.')
 
 
 def mlp_ratio(hidden_dim: int, embed_dim: int) -> float:

@@ -13,7 +13,7 @@ from timm.models import register_notrace_function
 from torch import nn
 
 Grid = Tuple[int, int]  # patches per image side, (h, w)
-Mask = Optional[torch.Tensor]  # that timm's blocks hand on: of keys by query, True or a number added to their scores
+Mask = Optional[torch.Tensor]  # (..., N, N): whether a query may attend to a key, or what is added to the score
 
 
 @torch.fx.wrap  # keep as a leaf for FX: it branches on traced values

@@ -20,6 +20,7 @@ class ConversionReport(Verification):
     architecture: str
     model_args: Dict[str, Any]  # for `timm.create_model`
     img_size_source: str
+    assumed: Dict[str, Any]  # arguments of the source that tensors do not tell, and nothing else did
     sharpness: float
     approximate: bool  # for want of heads
     num_random_images: int
@@ -84,4 +85,6 @@ class ConversionReport(Verification):
             'layer          heads used   largest error   rms error',
             *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),
             f'top-1 agreement {self.agreement}',
+            *([f'assumed, as tensors alone do not tell: {", ".join(map("{0[0]}={0[1]}".format, self.assumed.items()))}']
+              if self.assumed else []),
         ])

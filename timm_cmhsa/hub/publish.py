@@ -110,6 +110,8 @@ def _check_loads_alike(model: Cmhsa, folder: Path) -> None:
     """Refuse a model that timm cannot load from the folder, or loads as one with other outputs."""
     like = next(model.parameters())
     advice = 'change a model by reset_classifier, set_input_size or an argument of timm.create_model only.'
+    if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
+        raise CheckpointError('the model holds NaN or Inf: the training diverged, take an earlier checkpoint.')
     try:
         loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).to(like).eval()
     except (RuntimeError, TypeError, ValueError) as e:
@@ -117,10 +119,11 @@ def _check_loads_alike(model: Cmhsa, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, model.in_chans, *model.patch_embed.img_size, generator=generator).to(like)
     with eval_mode(model):
-        expected, actual = model(images).float(), loaded(images).float()
-    tolerance = 16 * torch.finfo(like.dtype).eps * expected.abs().max()
-    if expected.shape != actual.shape or not (actual - expected).abs().max() <= tolerance:
-        raise CheckpointError(f'timm would make this model again with other outputs: {advice}')
+        outputs = [(each(images).float(), each.forward_features(images).float()) for each in (model, loaded)]
+    for expected, actual in zip(*outputs):
+        tolerance = 16 * torch.finfo(like.dtype).eps * expected.abs().max()
+        if expected.shape != actual.shape or not (actual - expected).abs().max() <= tolerance:
+            raise CheckpointError(f'timm would make this model again with other outputs: {advice}')
 
 
 def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]:
@@ -227,6 +230,8 @@ def push_folder_to_hub(
     missing = {'config.json', 'model.safetensors'} - {path.name for path in paths}
     if missing:
         raise CheckpointError(f'{folder} has no {min(missing)}: give a folder that holds a model.')
+    if _architecture_and_classes((folder / 'config.json').read_bytes()) is None:
+        raise CheckpointError(f'{folder}/config.json does not describe a model: give a folder that holds one.')
     token = find_token()
     if token is None:
         raise HubError(f'{repo_id}: there is no token: run `hf auth login`, or set HF_TOKEN.')
