@@ -40,13 +40,8 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     """Read tensors, and what the file tells of their model. Prefixes of wrappers are stripped.
 
-    Args:
-        path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
-            `local-dir:` layout. Pickles are loaded with `weights_only=True`, which executes no code.
-        use_ema: Take the averaged weights that a training checkpoint holds beside the last ones.
-
-    Raises:
-        CheckpointError: If there is no such file, it is corrupt, holds code or no state dict.
+    A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's `local-dir:` layout.
+    Pickles are loaded with `weights_only=True`, which executes no code.
     """
     config = _read_config(path / 'config.json') if path.is_dir() else {}
     path = _weights_file(path)

@@ -42,8 +42,7 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
 
     Args:
         tokens: Shape (B, N, P_h * P_w * C).
-        patch_size: Pixels per patch side, P or (P_h, P_w).
-        grid_size: Patches per image side, h or (h, w), with h * w = N.
+        patch_size, grid_size: Pixels per patch side, P or (P_h, P_w), and patches per image side, h or (h, w).
 
     Returns:
         Images of shape (B, C, h * P_h, w * P_w), channels last in memory, which is faster to convolve on a CPU.

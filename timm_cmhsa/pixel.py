@@ -87,17 +87,11 @@ class PositionalContentAttention(PositionalAttention):
     """
 
     def __init__(
-            self,
-            dim: int,
-            grid_size: Size2d,
-            num_heads: int = 9,
-            rel_pos: str = 'learned_content',
-            **kwargs: Any,
-    ) -> None:
+            self, dim: int, grid_size: Size2d, num_heads: int = 9, rel_pos: str = 'learned_content', **kw: Any) -> None:
         """See `PositionalAttention`."""
-        super().__init__(dim, grid_size, num_heads, rel_pos, **kwargs)
+        super().__init__(dim, grid_size, num_heads, rel_pos, **kw)
         self.fused_attn = use_fused_attn()
-        self.qk = nn.Linear(dim, 2 * num_heads * dim, device=kwargs.get('device'), dtype=kwargs.get('dtype'))
+        self.qk = nn.Linear(dim, 2 * num_heads * dim, device=kw.get('device'), dtype=kw.get('dtype'))
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:

@@ -53,14 +53,9 @@ class RelPos(nn.Module):
         self.grid_size = grid_size
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Return the bias of every query and key, the zero key last.
+        """Return the bias of every query and key, the zero key last: (1, num_heads, N, N + 1), or N without zero key.
 
-        Args:
-            q: Queries of shape (B, num_heads, N, head_dim), needed where `depends_on_queries`.
-
-        Returns:
-            Shape (1, num_heads, N, N + 1), or (1, num_heads, N, N) without zero key. The first dimension is B where
-            the bias depends on the queries.
+        Where it `depends_on_queries`, these are needed, (B, num_heads, N, head_dim), and B takes the place of 1.
         """
         raise NotImplementedError
 
@@ -325,16 +320,8 @@ def create_rel_pos(
         name: str, grid_size: Grid, num_heads: int, head_dim: int, zero_key: bool = True, **dd: Any) -> RelPos:
     """Create a relative position encoding.
 
-    Args:
-        name: 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'.
-        grid_size: Patches per image side, (h, w).
-        num_heads: Number of heads.
-        head_dim: Width of the learned embeddings; the other encodings have no use for it.
-        zero_key: Have a bias for the zero key.
-        **dd: Device and dtype.
-
-    Raises:
-        ValueError: If there is no encoding of this name.
+    It is a 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'. The embeddings of the learned ones
+    are as wide as a head; `dd` are device and dtype.
     """
     if name not in ENCODINGS:
         raise ValueError(f'rel_pos={name!r} is not a relative position encoding: use {", ".join(ENCODINGS)}.')

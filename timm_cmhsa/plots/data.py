@@ -129,15 +129,7 @@ def mean_attention(
         model: nn.Module,
         images: torch.Tensor,
 ) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
-    """Average the attention of every layer that has heads over images, and measure the heads.
-
-    Args:
-        model: A model with attention layers of this package.
-        images: Shape (B, C, H, W).
-
-    Returns:
-        Mean maps, as of one image, and statistics, both by name of the layer.
-    """
+    """Return the attention of every layer that has heads, averaged over images (B, C, H, W), and measures of it."""
     layers = layers_to_draw(model)
     batch_size = max(MAX_WEIGHTS // sum(num_weights(layer) for layer in layers.values()), 1)
     weights: Dict[str, Any] = defaultdict(float)
@@ -163,12 +155,7 @@ def mean_attention(
 def attention_from(maps: AttentionMaps, query: Tuple[float, float] = (0.5, 0.5)) -> QueryAttention:
     """Return where the heads look from one patch, averaged over the images.
 
-    Args:
-        maps: Of one layer.
-        query: Row and column, from 0 to 1, relative to the size of the image: the grids of layers can differ.
-
-    Raises:
-        PlotError: If the query is outside the image.
+    The query is a row and column, from 0 to 1, relative to the size of the image: the grids of layers can differ.
     """
     if not all(0 <= place <= 1 for place in query):
         raise PlotError(f'the query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')

@@ -28,11 +28,7 @@ def explorer_html(
 
     Every map (one head, one query) is stored in 255 steps of its largest weight, the weight of the zero key exactly.
 
-    Args:
-        model: A model with attention layers of this package.
-        images: Its input, shape (B, C, H, W).
-        titles: Names of the images.
-        layers: Names of the layers to show; by default all.
+    Images are the model's input, (B, C, H, W), `titles` their names; `layers` names those to show, by default all.
 
     Raises:
         PlotError: If the page would be too large, or the model has no attention.
