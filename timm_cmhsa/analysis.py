@@ -151,7 +151,7 @@ def spans_receptive_field(
         tolerance: Largest distance of a unit vector (all weight on one patch) from the span.
 
     Raises:
-        TypeError: If it is no such layer.
+        TypeError: If it is not such a layer.
         ValueError: If the kernel is even, and so has no centre.
     """
     wanted, patterns = _wanted_and_patterns(attn, kernel_size, tokens)

@@ -132,7 +132,7 @@ def load_phase1(
         img_size_source = f"default of {model.pretrained_cfg['architecture']}"
     source = {
         **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
-        'Checkpoint': str(src) if str(src).startswith(PREFIXES) else Path(src).name,  # its folder is nobody's business
+        'Checkpoint': str(src) if str(src).startswith(PREFIXES) else Path(src).name,  # its folder is private
         'Token mixer': '{} x {} convolution'.format(*model.blocks[0].attn.conv.kernel_size),
         'SHA-256': checkpoint.sha256,
     }

@@ -248,7 +248,7 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
             stack.enter_context(conv.register_forward_hook(see, with_kwargs=True))
         try:
             model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
-        except Exception as e:  # whatever it is, the model does not run with this
+        except Exception as e:  # any error means that the model does not run with this input
             raise ValueError(f'{type(model).__name__} does not run with {input_size=}: {one_line(e)}.') from e
     return shapes
 

@@ -1,4 +1,4 @@
-"""Checkpoint files: tensors and what is told of their model in; files and folders out, whole or not at all."""
+"""Checkpoint files: read without running their code, written whole or not at all."""
 import argparse
 import contextlib
 import hashlib
@@ -88,7 +88,7 @@ def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
     try:
         # timm's training checkpoints hold their arguments in a Namespace
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # of a file that is no checkpoint, one line says all
+            warnings.simplefilter('ignore')  # The error for a file that is not a checkpoint is one line.
             return torch.load(path, map_location='cpu', weights_only=True), {}
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError,
             AttributeError, zipfile.BadZipFile) as e:

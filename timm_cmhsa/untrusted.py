@@ -105,7 +105,7 @@ def _checked(told: Mapping[str, Any], rules: Mapping[str, Rule]) -> Dict[str, An
 
 
 def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return those of the told arguments that models of this package have; all others are left out.
+    """Return the arguments that models of this package have; leave out all others.
 
     Raises:
         ValueError: If one has a type or value that no model can have.
@@ -118,7 +118,7 @@ def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def checked_cfg(told: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return what is told of preprocessing, classes and license; all else is left out.
+    """Return preprocessing, classes and license; leave out all else.
 
     Raises:
         ValueError: If something has a type or value that it cannot have.

@@ -78,5 +78,5 @@ def _status(causes: Sequence[BaseException], text: str) -> int:
     for error in causes:
         if (response := getattr(error, 'response', None)) is not None:
             return response.status_code
-    told = re.search(r'HTTP status \w+ error \((\d{3}) ', text)  # hf_xet tells it in words only
+    told = re.search(r'HTTP status \w+ error \((\d{3}) ', text)  # hf_xet has it in the text only
     return int(told.group(1)) if told else 0
