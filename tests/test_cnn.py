@@ -249,7 +249,7 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
     assert warnings['unused'] == 'It is not called.'
     assert warnings['shared'] == 'It is called with maps of 2 sizes.'
     assert warnings['single'] == 'It is called without a batch.'
-    assert warnings['tied'] == warnings['other'] == 'It shares its weight with another module.'
+    assert warnings['tied'] == warnings['other'] == 'It shares its weight or bias with another module.'
     for name in ('hooked', 'normed'):
         assert warnings[name] == 'It has hooks or a parametrization, which attention would drop.'
     assert set(warnings) == {
@@ -283,6 +283,27 @@ def test_a_model_that_does_not_run_with_this_input_is_left_as_it_was():
     assert not attention_summary(model)
     assert not any(module._forward_hooks for module in model.modules())
     assert all(module.training for module in model.modules())
+
+
+class CalledOtherwise(nn.Conv2d):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def test_what_attention_would_drop_stays_a_convolution(caplog):
+    convs = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(3)] + [CalledOtherwise(3, 3, 3, padding=1)]
+    convs[1]._conv_forward = lambda input, weight, bias: 3 * nn.Conv2d._conv_forward(convs[1], input, weight, bias)
+    convs[2].bias = convs[3].bias
+    convs[0].bias.requires_grad_(False)
+    model = nn.Sequential(*convs).eval()
+    expected, x = copy.deepcopy(model), torch.randn(1, 3, 6, 6)
+    attend_convs(model, input_size=(3, 6, 6))
+    assert [layer.name for layer in attention_summary(model)] == ['0']
+    for name, reason in (('1', 'computes something else'), ('2', 'shares its weight or bias'), ('3', 'shares its')):
+        assert f'{name} stays a convolution: It {reason}' in caplog.text
+    assert not model[0].attn.proj.bias.requires_grad
+    assert model[0].attn.qkv.weight.requires_grad
+    torch.testing.assert_close(model(x), expected(x), atol=1e-5, rtol=1e-5)
 
 
 def test_another_size_than_it_was_made_for_is_told():

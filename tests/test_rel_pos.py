@@ -200,3 +200,15 @@ def test_starts():
     rel_pos = create_rel_pos('quadratic', (4, 4), 4000, 8)
     assert rel_pos.inv_std.mean().item() == pytest.approx(1, abs=1e-3)
     assert rel_pos.inv_std.std().item() == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize('name', ['quadratic', 'quadratic_gen'])
+def test_half_precision_holds_large_offsets_or_says_that_it_does_not(name):
+    rel_pos = create_rel_pos(name, (1, 400), 1, 4, dtype=torch.bfloat16)
+    rel_pos.point_head(0, [(0, 300)], 40.)
+    bias = rel_pos.get_bias()[0, 0, 0, :-1].float()
+    assert bias.argmax() == 300
+    assert bias[300] == 0
+    assert bias[[299, 301]].max() <= -39
+    with pytest.raises(ValueError, match=r'torch.bfloat16 does not hold the offset \(0, 301\): use float32'):
+        rel_pos.point_head(0, [(0, 301)], 40.)

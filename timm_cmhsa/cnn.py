@@ -99,6 +99,8 @@ class AttendedConv2d(nn.Module):
         head_dim = _cheapest_head_dim(conv, self.patch_size, self.grid_size)
         self.attn = rewrite(conv, self.patch_size, self.grid_size, HeadOptions(head_dim=head_dim, rel_pos=rel_pos))
         self.attn.requires_grad_(conv.weight.requires_grad).train(conv.training)
+        if conv.bias is not None:
+            self.attn.proj.bias.requires_grad_(conv.bias.requires_grad)
         self.in_channels, self.out_channels, self.groups = conv.in_channels, conv.out_channels, conv.groups
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding, self.padding_mode = conv.padding, conv.padding_mode
@@ -177,8 +179,8 @@ def attend_convs(
     kept: Dict[str, str] = {}
     for name, conv in convs.items():
         try:
-            if not is_parametrized(conv) and owners[id(conv._parameters['weight'])] > 1:
-                raise ValueError('It shares its weight with another module.')
+            if any(owners[id(parameter)] > 1 for parameter in conv._parameters.values() if parameter is not None):
+                raise ValueError('It shares its weight or bias with another module.')
             if conv not in attended:
                 attended[conv] = _attend(conv, shapes[conv], patch_size, rel_pos)
         except (ValueError, TypeError) as e:
@@ -261,6 +263,8 @@ def _attend(conv: Any, shapes: Shapes, patch_size: int, rel_pos: str) -> Attende
         raise ValueError('It is called without a batch.')
     if is_watched(conv) or is_parametrized(conv):
         raise ValueError('It has hooks or a parametrization, which attention would drop.')
+    if '_conv_forward' in vars(conv) or type(conv).__call__ is not nn.Module.__call__:
+        raise ValueError('It computes something else than its class, which attention would drop.')
     if not isinstance(conv, nn.Conv2d) and type(conv) is not nn.Conv1d:
         raise TypeError(f'Expected an nn.Conv2d or a plain nn.Conv1d, got {type(conv).__name__}.')
     map_size, out_size = in_shape[1:], out_shape[1:]

@@ -183,9 +183,11 @@ class QuadraticRelPos(OffsetRelPos):
         return torch.diag_embed(self.inv_std.square().unsqueeze(1).expand(-1, 2))
 
     def offset_bias(self) -> torch.Tensor:
-        distance = self.offsets.unsqueeze(1).to(self.center.dtype) - self.center
-        products = distance.unsqueeze(-1) * distance.unsqueeze(-2)  # no matmul, which AMP would round to half precision
-        return -(products * self.inv_covariance()).sum(dim=[-2, -1]) / 2
+        # Half precision does not hold offsets beyond 256. No matmul, which AMP would round to it.
+        dtype = torch.promote_types(self.center.dtype, torch.float32)
+        distance = self.offsets.unsqueeze(1).to(dtype) - self.center.to(dtype)
+        products = distance.unsqueeze(-1) * distance.unsqueeze(-2)
+        return -((products * self.inv_covariance().to(dtype)).sum(dim=[-2, -1]) / 2).to(self.center.dtype)
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
@@ -193,6 +195,8 @@ class QuadraticRelPos(OffsetRelPos):
         assert self.zero_key_bias is not None
         offset, = offsets
         self.center[head] = torch.tensor(offset, device='cpu').to(self.center)
+        if self.center[head].tolist() != list(offset):
+            raise ValueError(f'{self.center.dtype} does not hold the offset {offset}: use float32.')
         self.inv_std[head] = self.unit_inv_std() * math.sqrt(2 * sharpness)
         self.zero_key_bias[head] = -sharpness / 2
 
