@@ -518,6 +518,11 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be positive'),
     (['--head-dim', '-5'], 'must be positive'),
     (['--in-chans', '0'], 'must be positive'),
+    (['--sharpness', 'nan'], '--sharpness nan must be positive'),
+    (['--sharpness', '-3'], '--sharpness -3.0 must be positive'),
+    (['--sharpness', '1e30'], 'must be positive, and 10000 at most'),
+    (['--tolerance', 'nan'], '--tolerance nan must be 0 or more'),
+    (['--num-heads', '99999999999'], '--num-heads 99999999999 would make a layer of'),
     (['--patch-size', '5'], 'are not patches of (5, 5) pixels: give --patch-size HxW with H * W = 16'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):

@@ -155,6 +155,8 @@ def convert_and_verify(
         tolerance: Optional[float] = None,
 ) -> Tuple[CmhsaAttn, ConversionReport]:
     """Convert a phase-1 model and measure how exact that is. Arguments and errors are those of `convert_checkpoint`."""
+    if tolerance is not None and not tolerance >= 0:
+        raise CheckpointError(f'{tolerance=} must be 0 or more.')
     try:
         architecture = architecture or matching_architecture(phase1.model)
         heads = fit_heads(phase1.model, architecture, heads or HeadOptions())

@@ -17,6 +17,9 @@ from .attention import RelPosAttention
 from .patches import Size2d
 from .rel_pos import POINTABLE, OffsetRelPos
 
+MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
+MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
+
 
 class HeadOptions(NamedTuple):
     """How to express a convolution by heads, see `conv2d_to_attention`."""
@@ -120,6 +123,11 @@ def rewrite(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: Hea
     sharpness = options.sharpness
     if sharpness is None:
         sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
+    if not 0 < sharpness <= MAX_SHARPNESS:
+        raise ValueError(f'{sharpness=} must be positive, and {MAX_SHARPNESS} at most.')
+    num_params = num_heads * (options.head_dim or dim) * (3 * dim + dim_out)
+    if num_params > MAX_PARAMS:
+        raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner heads.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
         attn = RelPosAttention(
