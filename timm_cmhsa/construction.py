@@ -127,7 +127,7 @@ def rewrite(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: Hea
         raise ValueError(f'{sharpness=} must be positive, and {MAX_SHARPNESS} at most.')
     num_params = num_heads * (options.head_dim or dim) * (3 * dim + dim_out)
     if num_params > MAX_PARAMS:
-        raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner heads.')
+        raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
         attn = RelPosAttention(
