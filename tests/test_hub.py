@@ -448,7 +448,9 @@ def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     hub.fail('PUT', UPLOAD, 'hold')
     script = os.path.join(os.path.dirname(sys.executable), 'convert_checkpoint')
     process = subprocess.Popen(
-        [script, 'phase1.pth', '--push-to-hub', 'alice/net'], text=True, stderr=subprocess.PIPE)
+        [script, 'phase1.pth', '--push-to-hub', 'alice/net'], text=True, stderr=subprocess.PIPE,
+        # a shell's background jobs ignore Ctrl-C
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert hub.held.wait(120)
     process.send_signal(signum)
     error = process.communicate()[1]
