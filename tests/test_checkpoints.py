@@ -106,7 +106,7 @@ def test_wrapper_prefixes_are_stripped(prefix, conv_model, tmp_path):
 def test_safetensors_and_local_dir(conv_model, tmp_path):
     safetensors.torch.save_file(conv_model.state_dict(), tmp_path / 'a.safetensors')
     convert_checkpoint(tmp_path / 'a.safetensors', tmp_path / 'from_file')
-    timm.models.save_for_hf(conv_model, str(tmp_path / 'folder'), safe_serialization=True)
+    timm.models.save_for_hf(conv_model, str(tmp_path / 'folder'), safe_serialization=True, model_args=SMALL)
     report = convert_checkpoint(f'local-dir:{tmp_path / "folder"}', tmp_path / 'from_folder')
     assert report.img_size_source == 'from the checkpoint'
     for name in ('from_file', 'from_folder'):
@@ -156,7 +156,7 @@ def test_patches_that_are_not_square(tmp_path):
     dict(global_pool='')])
 def test_layers_and_pooling_of_a_configuration_are_kept(kwargs, tmp_path):
     model = create(**kwargs)
-    timm.models.save_for_hf(model, str(tmp_path / 'in'), safe_serialization=True, model_args=kwargs)
+    timm.models.save_for_hf(model, str(tmp_path / 'in'), safe_serialization=True, model_args={**SMALL, **kwargs})
     convert_checkpoint(tmp_path / 'in', tmp_path / 'out')
     assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
 
