@@ -183,11 +183,10 @@ class QuadraticRelPos(OffsetRelPos):
         return torch.diag_embed(self.inv_std.square().unsqueeze(1).expand(-1, 2))
 
     def offset_bias(self) -> torch.Tensor:
-        # Half precision does not hold offsets beyond 256. No matmul, which AMP would round to it.
-        dtype = torch.promote_types(self.center.dtype, torch.float32)
-        distance = self.offsets.unsqueeze(1).to(dtype) - self.center.to(dtype)
+        # In float32 at least: half precision does not hold offsets beyond 256. No matmul, which AMP would round to it.
+        distance = self.offsets.unsqueeze(1).float() - self.center
         products = distance.unsqueeze(-1) * distance.unsqueeze(-2)
-        return -((products * self.inv_covariance().to(dtype)).sum(dim=[-2, -1]) / 2).to(self.center.dtype)
+        return -((products * self.inv_covariance()).sum(dim=[-2, -1]) / 2).to(self.center.dtype)
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
