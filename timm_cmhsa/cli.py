@@ -27,7 +27,6 @@ Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn) checkpoint
 it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the Hugging Face
 Hub was not reached or refused; what is converted by then is kept.'''
 
-
 PLOT_DESCRIPTION = '''\
 Draw what the heads of a model look at, their centres where they have some, and how much like a convolution they are;
 from several checkpoints, also how that moves during training. Exit code 2: bad input; nothing is written then.'''
