@@ -12,7 +12,8 @@ from timm.models._hub import save_config_for_hf
 from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from .construction import HeadOptions
 from .convert import convert_model, fit_heads, matching_architecture, verify
-from .files import PICKLE_SUFFIXES, CheckpointError, check_destination, read_checkpoint, whole_or_nothing
+from .destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
+from .files import CheckpointError, read_checkpoint
 from .hub.download import PREFIXES, download
 from .images import read_folder
 from .patches import Size2d

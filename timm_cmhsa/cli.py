@@ -12,7 +12,8 @@ from timm.utils import ParseKwargs
 
 from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1, locate
 from .construction import HeadOptions
-from .files import PICKLE_SUFFIXES, CheckpointError, check_destination, replace, same_model_folders
+from .destination import PICKLE_SUFFIXES, check_destination, replace
+from .files import CheckpointError, same_model_folders
 from .hub.card import check_results
 from .hub.download import PREFIXES
 from .hub.errors import HubError

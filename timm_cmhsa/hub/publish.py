@@ -16,7 +16,8 @@ from torch import nn
 from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
 from ..cmhsa import Cmhsa
-from ..files import PICKLE_SUFFIXES, CheckpointError, check_destination, one_line, whole_or_nothing
+from ..destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
+from ..files import CheckpointError, one_line
 from ..images import data_config
 from ..version import __version__
 from .card import model_card
