@@ -1,4 +1,4 @@
-"""Failures of the Hugging Face Hub, explained in one line and without the token."""
+"""Failures of the Hugging Face Hub, explained in one line and without the token or a password."""
 import contextlib
 import errno
 import re
@@ -18,6 +18,9 @@ REASONS = {
 }
 
 
+_CREDENTIALS = re.compile(r'(?<=:/)(/?)[^/\s]+@')  # also of an address that was taken for a path, https:/me:secret@host
+
+
 class HubError(RuntimeError):
     """The Hub was not reached or refused; the message says why and what to do, in one line, without the token."""
 
@@ -30,6 +33,11 @@ def find_token() -> Optional[str]:
     return token
 
 
+def without_credentials(text: str) -> str:
+    """Return a text without the user names and passwords of its addresses, https://me:secret@host."""
+    return _CREDENTIALS.sub(r'\1', text)
+
+
 @contextlib.contextmanager
 def hub_errors(repo_id: str, right: str) -> Iterator[None]:
     """Turn what huggingface_hub, its HTTP client and hf_xet raise, which has no common base, into a `HubError`.
@@ -40,7 +48,8 @@ def hub_errors(repo_id: str, right: str) -> Iterator[None]:
         yield
     except (OSError, HTTPError, ValueError, RuntimeError) as e:  # hf_xet raises RuntimeError
         token = get_token()
-        leaks = token is not None and token in ''.join(traceback.format_exception(e))  # a server may echo it
+        trace = ''.join(traceback.format_exception(e))
+        leaks = without_credentials(trace) != trace or (token is not None and token in trace)  # a server may echo it
         raise HubError(f'{repo_id}: {_explain(e, right)}') from (None if leaks else e)
 
 
@@ -50,7 +59,7 @@ def _explain(error: BaseException, right: str) -> str:
         causes.append(cause)
     text = ' '.join(str(causes[-1] if isinstance(error, RuntimeError) else error).split()).rstrip('.')
     token = get_token()
-    text = text.replace(token, '***') if token else text
+    text = without_credentials(text.replace(token, '***') if token else text)
     status = _status(causes, text)
     disk = next((e for e in causes if isinstance(e, OSError) and e.errno in DISK_ERRORS), None)
     if any(isinstance(e, OfflineModeIsEnabled) for e in causes):
@@ -69,7 +78,8 @@ def _explain(error: BaseException, right: str) -> str:
     if status:
         return f'the Hub refuses with error {status}: {text}.'
     if isinstance(error, (OSError, HTTPError)):
-        return f'no connection to the Hub at {constants.ENDPOINT} ({text}): check the network, and try again.'
+        endpoint = without_credentials(constants.ENDPOINT)
+        return f'no connection to the Hub at {endpoint} ({text}): check the network, and try again.'
     return f'{text}.'
 
 
