@@ -420,11 +420,12 @@ def test_failed_uploads_are_retried_as_huggingface_hub_does(status, hub, folder)
 def test_no_network(hub, folder):
     with socket.socket() as unused:
         unused.bind(('127.0.0.1', 0))
-        url = f'http://127.0.0.1:{unused.getsockname()[1]}'
-        done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_ENDPOINT=url)
+        address = f'127.0.0.1:{unused.getsockname()[1]}'
+        done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_ENDPOINT=f'http://me:secret@{address}')
     assert done.returncode == 3
     assert done.stderr.count('\n') == 1
-    assert f'no connection to the Hub at {url}' in done.stderr
+    assert f'no connection to the Hub at http://{address}' in done.stderr
+    assert 'secret' not in done.stderr
     assert_kept(hub, done.stderr.rstrip())
 
 
@@ -456,7 +457,7 @@ def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     error = process.communicate()[1]
     assert 'Traceback' not in error
     if signum == signal.SIGINT:
-        assert '\nconvert_checkpoint: interrupted. The same command goes on from here.\n' in error
+        assert '\nconvert_checkpoint: interrupted.\n' in error
         assert process.returncode == 130
     hub.release.set()
     hub.failures.clear()

@@ -13,7 +13,7 @@ from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from .construction import HeadOptions
 from .convert import convert_model, fit_heads, matching_architecture, verify
 from .destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
-from .files import CheckpointError, read_checkpoint
+from .files import CheckpointError, one_line, read_checkpoint
 from .hub.download import PREFIXES, download
 from .images import read_folder
 from .patches import Size2d
@@ -92,19 +92,25 @@ def convert_checkpoint(
         HubError: If the input cannot be had from the Hub. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    path, dst = locate(src), Path(dst).resolve()
-    check_destination(dst, path, force)
+    path = locate(src)
+    dst = check_destination(dst, path, force)
     phase1 = load_phase1(path, src, model, img_size, patch_size, in_chans, num_classes, use_ema, dtype)
     heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
     converted, report = convert_and_verify(phase1, model, heads, images, tolerance)
-    save_model(converted, dst, report.metadata)
+    save_model(converted, dst, report.metadata, force)
     return report
 
 
 def locate(src: Union[str, Path]) -> Path:
     """Return the file or folder of a source, fetched from the Hub if it is there."""
     src = str(src)
-    return (download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))).resolve()
+    path = download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))
+    try:
+        return path.resolve(strict=True)
+    except (OSError, RuntimeError) as e:  # RuntimeError is of links that lead in a circle
+        raise CheckpointError(
+            f'{path} does not exist or cannot be reached ({one_line(e)}): give a checkpoint file, a local-dir: folder '
+            'or hf-hub:USER/NAME.') from e
 
 
 def load_phase1(
@@ -223,9 +229,9 @@ def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
         for name, value in known.items() if value not in (None, False, 0, '', [])}
 
 
-def save_model(model: Cmhsa, dst: Path, metadata: Dict[str, str]) -> None:
+def save_model(model: Cmhsa, dst: Path, metadata: Dict[str, str], force: bool) -> None:
     """Write a model, whole or not at all, to a file by its suffix, or else to a folder for timm's `local-dir:`."""
-    with whole_or_nothing(dst) as partial:
+    with whole_or_nothing(dst, force) as partial:
         if dst.suffix == '.safetensors':
             safetensors.torch.save_file(tensors_of(model), partial, metadata)
         elif dst.suffix in PICKLE_SUFFIXES:

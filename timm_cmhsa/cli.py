@@ -1,22 +1,22 @@
 """The commands `convert_checkpoint` and `plot_attention`: options, exit codes and one-line errors."""
 import argparse
 import json
+import os
 import re
 import signal
 import sys
-import tempfile
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, TextIO, Tuple, Type
 
 from timm.utils import ParseKwargs
 
 from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1, locate
 from .construction import HeadOptions
-from .destination import PICKLE_SUFFIXES, check_destination, replace
+from .destination import FILE_SUFFIXES, check_destination, temporary_folder
 from .files import CheckpointError, same_model_folders
 from .hub.card import check_results
 from .hub.download import PREFIXES
-from .hub.errors import HubError
+from .hub.errors import HubError, without_credentials
 from .hub.publish import check_label_names, check_push, push_folder_to_hub, save_for_hub
 from .phase1 import DTYPES
 from .rel_pos import POINTABLE
@@ -43,19 +43,65 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
                 parser.error(f"--{name.replace('_', '-')} is for --push-to-hub USER/NAME")
         if args.dst is None:
             parser.error('DST is missing: give a file or folder, or --push-to-hub USER/NAME')
+    return run_command(
+        parser, lambda: _convert(parser, push_options, args),
+        {VerificationError: 1, CheckpointError: 2, OSError: 2, HubError: 3})
+
+
+def _convert(parser: argparse.ArgumentParser, push_options: Sequence[str], args: argparse.Namespace) -> None:
+    if args.push_to_hub is None:
+        report = convert_checkpoint(**{key: value for key, value in vars(args).items() if key not in push_options})
+        say(*str(report).splitlines(), f'written to {args.dst}')
+    else:
+        _push(parser, args)
+
+
+def run_command(
+        parser: argparse.ArgumentParser,
+        command: Callable[[], None],
+        exit_codes: Mapping[Type[Exception], int],
+) -> int:
+    """Run a command. Say in one line why it failed or that it was stopped. Return its exit code, 0 where it did not."""
+    handlers = {
+        number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)
+        if signal.getsignal(number) is not signal.SIG_IGN}
     try:
-        if args.push_to_hub is None:
-            convert_args = {key: value for key, value in vars(args).items() if key not in push_options}
-            print(f'{convert_checkpoint(**convert_args)}\nwritten to {args.dst}')
-        else:
-            _push(parser, args)
-    except (CheckpointError, HubError, VerificationError, OSError) as e:
-        print(f'convert_checkpoint: {_in_flags(str(e), parser)}', file=sys.stderr)
-        return 1 if isinstance(e, VerificationError) else 3 if isinstance(e, HubError) else 2
-    except KeyboardInterrupt:
-        print('\nconvert_checkpoint: interrupted. The same command goes on from here.', file=sys.stderr)
-        return 128 + signal.SIGINT
+        command()
+    except tuple(exit_codes) as e:
+        message = f'{parser.prog}: error: {_in_flags(str(e), parser)}'
+        say(*(message.splitlines() if isinstance(e, VerificationError) else [message]), file=sys.stderr)
+        return next(code for kind, code in exit_codes.items() if isinstance(e, kind))
+    except KeyboardInterrupt as e:
+        say('', f'{parser.prog}: interrupted.', file=sys.stderr)  # on a line of its own: ^C or progress stands there
+        return 128 + (e.args or (signal.SIGINT,))[0]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
     return 0
+
+
+def _stop(number: int, frame: Any) -> None:
+    raise KeyboardInterrupt(number)  # so that libraries clean up after SIGTERM as after Ctrl-C
+
+
+def say(*lines: str, file: Optional[TextIO] = None) -> None:
+    """Print lines, without passwords, as far as the terminal can show them. That it is gone or full is no failure."""
+    stream = file or sys.stdout
+    text = without_credentials('\n'.join(
+        ''.join(char if char.isprintable() else char.encode('unicode_escape').decode() for char in line)
+        for line in lines))
+    encoding = getattr(stream, 'encoding', None) or 'utf-8'
+    try:
+        print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
+    except OSError:  # what is left goes nowhere, or Python would fail on it once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+class Parser(argparse.ArgumentParser):
+    """Says its help and errors as the commands do."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        say(*message.splitlines(), file=file or sys.stderr)
 
 
 def _in_flags(message: str, parser: argparse.ArgumentParser) -> str:
@@ -82,44 +128,44 @@ def _push(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         url = push_folder_to_hub(folder, args.push_to_hub, **{name: getattr(args, name) for name in UPLOAD_OPTIONS})
     except (HubError, OSError) as e:
         raise HubError(f'{e} The converted model is kept in {folder}.') from e
-    print(f'pushed to {url}')
+    say(f'pushed to {url}')
 
 
 def _is_converted(folder: Path) -> bool:
     """Return whether this is a folder with a phase-2 model."""
     try:
-        return 'cmhsa_attn' in json.loads((folder / 'config.json').read_bytes())['architecture']
+        config = folder / 'config.json'
+        return config.is_file() and 'cmhsa_attn' in json.loads(config.read_bytes())['architecture']
     except (OSError, ValueError, TypeError, KeyError):
         return False
 
 
 def _convert_into(dst: Path, args: argparse.Namespace) -> None:
     """Convert into a folder with a model card, unless it holds just that already."""
-    if dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
+    if dst.suffix in FILE_SUFFIXES:
         raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
     about = _about(args)
     num_classes = len(about['label_names'] or ()) or args.num_classes
-    dst = dst.resolve()
-    exists = dst.is_dir() and any(dst.iterdir())
     path = locate(args.src)
-    check_destination(dst, path, force=args.force or exists)
+    folder = check_destination(dst, path, force=True)  # what is there may be just that
     phase1 = load_phase1(
         path, args.src, args.model, args.img_size, args.patch_size, args.in_chans, num_classes, args.use_ema,
         args.dtype)
     heads = HeadOptions(args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos)
     converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
-    with tempfile.TemporaryDirectory(prefix=f'.{dst.name}.', dir=dst.parent) as parent:
-        new = Path(parent) / dst.name
-        save_for_hub(converted, new, args.push_to_hub, **about, details=report.details)
-        if exists and not args.force:
-            if not same_model_folders(new, dst):
+    about['details'] = report.details
+    if args.force or not folder.is_dir() or not any(folder.iterdir()):
+        save_for_hub(converted, folder, args.push_to_hub, force=args.force, **about)
+        done = f'written to {dst}'
+    else:
+        with temporary_folder(folder.parent) as parent:
+            save_for_hub(converted, parent / folder.name, args.push_to_hub, **about)
+            if not same_model_folders(parent / folder.name, folder):
                 raise CheckpointError(
-                    f'{dst} exists already and holds something else than this command writes: overwrite it with '
+                    f'{folder} exists already and holds something else than this command writes: overwrite it with '
                     '--force (which overwrites nothing on the Hub), or give another DST.')
-            print(f'{report}\n{dst} is up to date')
-        else:
-            replace(new, dst)
-            print(f'{report}\nwritten to {args.dst or dst.name}')
+        done = f'{dst} is up to date'
+    say(*str(report).splitlines(), done)
 
 
 def _about(args: argparse.Namespace) -> Dict[str, Any]:
@@ -169,7 +215,7 @@ def _size(text: str) -> Tuple[int, int]:
 
 def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     """Return the parser, and the names of its options for the Hub."""
-    parser = argparse.ArgumentParser(prog='convert_checkpoint', description=CONVERT_DESCRIPTION)
+    parser = Parser(prog='convert_checkpoint', description=CONVERT_DESCRIPTION)
     add = parser.add_argument
     add('src', metavar='SRC',
         help="checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder, or model on the "
@@ -236,19 +282,11 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.split('.')[0] != 'matplotlib':
             raise
-        print("plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'", file=sys.stderr)
+        say("plot_attention: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'", file=sys.stderr)
         return 2
-    try:
-        args.source = in_order_of_training(args.source)
-        for path in plot_attention(**vars(args)):
-            print(path)
-    except (CheckpointError, PlotError) as e:
-        print(f'plot_attention: error: {_in_flags(str(e), parser)}', file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print('\nplot_attention: interrupted, nothing was written.', file=sys.stderr)
-        return 128 + signal.SIGINT
-    return 0
+    args.source = in_order_of_training(args.source)
+    return run_command(
+        parser, lambda: say(*map(str, plot_attention(**vars(args)))), {CheckpointError: 2, PlotError: 2, OSError: 2})
 
 
 def _positive(text: str) -> int:
@@ -258,7 +296,7 @@ def _positive(text: str) -> int:
 
 
 def _plot_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog='plot_attention', description=PLOT_DESCRIPTION)
+    parser = Parser(prog='plot_attention', description=PLOT_DESCRIPTION)
     add = parser.add_argument
     add('source', metavar='CHECKPOINT', nargs='+', type=Path,
         help="checkpoint of timm's train.py, state dict (.pth, .safetensors) or local-dir: folder; several in the "

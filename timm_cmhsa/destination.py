@@ -1,74 +1,184 @@
-"""Where results are written: whole or not at all."""
+"""Where results are written: whole or not at all, and nothing that was there is lost."""
 import contextlib
 import os
+import re
+import secrets
 import shutil
 from pathlib import Path
-from typing import Iterator, Optional
+from typing import Iterator, Optional, Union
 
 import safetensors
 
 from .files import CheckpointError, one_line
 
+with contextlib.suppress(ImportError):  # Windows: there, what a killed run left stays
+    import fcntl
+
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+FILE_SUFFIXES = ('.safetensors', *PICKLE_SUFFIXES)
+MODEL_FILES = ('model.safetensors', 'config.json', 'README.md')
+PREFIX = '.timm_cmhsa-'  # of temporary folders
 
 
-def check_destination(dst: Path, src: Optional[Path], force: bool) -> None:
-    """Refuse a destination that cannot be written or would lose something, before any work is done."""
-    if src is not None and (dst == src or dst in src.parents or src in dst.parents):
-        raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
-    if dst.is_dir():
-        names = {entry.name for entry in dst.iterdir()}
-        if names and not {'model.safetensors'} <= names <= {'model.safetensors', 'config.json', 'README.md'}:
+def check_destination(dst: Union[str, Path], src: Optional[Path], force: bool) -> Path:
+    """Return a destination, or refuse one that cannot be written or would lose something, before any work is done.
+
+    A link stays a link: what it leads to is written, and made if there is nothing yet. What killed runs left beside
+    the destination is taken away.
+    """
+    try:
+        dst = Path(os.path.realpath(dst))
+        remove_leftovers(dst.parent)
+        if src is not None and _overlap(dst, src):
+            raise CheckpointError(f'{dst} is the source or one lies in the other: choose another destination.')
+        if not dst.is_dir() and dst.suffix[1:].isalpha() and dst.suffix not in FILE_SUFFIXES:
+            raise CheckpointError(f'{dst.name} has an unknown suffix: use .safetensors or .pth, or none for a folder.')
+        _check_replaceable(dst, dst, dst.suffix not in FILE_SUFFIXES, force)
+        if not dst.parent.is_dir():
+            raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
+        if not os.access(dst.parent, os.W_OK):
+            raise CheckpointError(f'{dst.parent} is not writable: choose another destination.')
+    except OSError as e:
+        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}.') from e
+    return dst
+
+
+def _overlap(dst: Path, src: Path) -> bool:
+    """Return whether writing would touch the source: the files of a folder can be links, as in the Hub's cache."""
+    sources = [src, *(path.resolve() for path in src.iterdir())] if src.is_dir() else [src]
+    return src in dst.parents or any(
+        dst == path or dst in path.parents or (path.exists() and dst.exists() and dst.samefile(path))
+        for path in sources)
+
+
+def _check_replaceable(found: Path, dst: Path, by_folder: bool, force: bool) -> None:
+    """Refuse to replace what is found at a destination, but for an empty folder or, by force, what is of its kind."""
+    if not os.path.lexists(found):
+        return
+    if found.is_symlink() or not (found.is_dir() if by_folder else found.is_file()):
+        raise CheckpointError(f'{dst} is not a {"folder" if by_folder else "file"}: choose another destination.')
+    if by_folder:
+        names = {path.name for path in found.iterdir()}
+        if not names:
+            return
+        strangers = {name for name in names if name not in MODEL_FILES or (found / name).is_dir()}
+        if strangers or 'model.safetensors' not in names:
             raise CheckpointError(
-                f'{dst} is a folder that holds {min(names)}, not a converted model: choose a new folder.')
-    elif dst.suffix[1:].isalpha() and dst.suffix not in ('.safetensors', *PICKLE_SUFFIXES):
-        raise CheckpointError(f'{dst.name} has an unknown suffix: use .safetensors or .pth, or none for a folder.')
-    if dst.exists() and not force and not (dst.is_dir() and not names):
+                f'{dst} is a folder that holds {min(strangers or names)}, not a converted model: choose a new folder.')
+    if not force:
         raise CheckpointError(f'{dst} exists already: choose another destination, or overwrite it with force=True.')
-    if not dst.parent.is_dir():
-        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
-    if not os.access(dst.parent, os.W_OK):
-        raise CheckpointError(f'{dst.parent} is not writable: choose another destination.')
 
 
 @contextlib.contextmanager
-def whole_or_nothing(dst: Path) -> Iterator[Path]:
-    """Give a path to write a file or folder to, which replaces the destination when all of it is written.
+def whole_or_nothing(dst: Path, force: bool) -> Iterator[Path]:
+    """Give a path to write a file or folder to, which takes the destination's place when all of it is written.
 
-    Killed at any moment, it leaves the old destination or none.
+    What the destination holds then decides, not what it held before the work: without force, nothing but an empty
+    folder is replaced, whoever made it and when. A file is replaced in one step. A folder is set aside first: readers
+    find the old one, for a moment none, or the new one. Stopped or failing at any moment, the old one stays or comes
+    back; after a kill (SIGKILL), when the next run writes there.
     """
-    partial = dst.with_name(f'.{dst.name}.partial')
     try:
-        _remove(partial)  # what a killed run left
-        yield partial
-        for path in [*partial.glob('*')] or [partial]:
-            with path.open('rb') as file:
-                os.fsync(file.fileno())
-        replace(partial, dst)
+        with temporary_folder(dst.parent) as folder:
+            new = folder / dst.name
+            yield new
+            for path in [*new.glob('*')] or [new]:
+                with path.open('r+b') as file:
+                    os.fsync(file.fileno())
+                path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+            _put(new, dst, force)
     except (OSError, safetensors.SafetensorError) as e:
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}. Nothing was written.') from e
-    finally:
-        with contextlib.suppress(OSError):
-            _remove(partial)
 
 
-def replace(partial: Path, dst: Path) -> None:
-    """Move a finished file or folder into the place of another."""
-    old = dst.with_name(f'.{dst.name}.old')
-    if dst.is_dir():  # It cannot be replaced in one step: there is a moment without it.
-        _remove(old)
-        dst.rename(old)
+def _put(new: Path, dst: Path, force: bool) -> None:
+    """Move what is written to its destination, which is looked at again, and then not replaced but by force."""
+    _check_replaceable(dst, dst, new.is_dir(), force)
+    if new.is_dir():
+        if dst.is_dir() and any(dst.iterdir()):
+            old = new.parent.with_name('old') / dst.name
+            old.parent.mkdir()
+            dst.rename(old)
+            _check_replaceable(old, dst, True, force)  # now nobody adds to it
+        new.rename(dst)  # The system refuses to replace anything but an empty folder.
+    elif force:
+        new.replace(dst)
+    else:
+        try:
+            os.link(new, dst)  # refused if there is anything, in one step
+        except FileExistsError:
+            raise
+        except OSError:  # The filesystem has no links: an empty file keeps the place for a moment.
+            dst.touch(exist_ok=False)
+            try:
+                new.replace(dst)
+            except BaseException:
+                dst.unlink()
+                raise
+
+
+@contextlib.contextmanager
+def temporary_folder(parent: Path) -> Iterator[Path]:
+    """Give an empty folder on the same filesystem, and remove it.
+
+    It is `.timm_cmhsa-*/new`, hidden in the parent. A lock on `.timm_cmhsa-*`, which ends with the process, however
+    that ends, tells others that it is in use.
+    """
+    temporary = parent / f'{PREFIX}{secrets.token_hex(8)}'
+    lock = None
     try:
-        partial.replace(dst)
+        while not temporary.is_dir():  # again, if another run took it for a leftover before it was locked
+            temporary.mkdir()
+            lock = _lock(temporary, wait=True)
+        (temporary / 'new').mkdir()
+        yield temporary / 'new'
+    finally:
+        try:
+            _remove(temporary)
+        finally:
+            _remove(temporary)  # what a Ctrl-C in the midst of the first leaves
+            if lock is not None:
+                os.close(lock)
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Remove the temporary folders of runs that were killed, but not those of runs that are alive."""
+    for temporary in parent.glob(f'{PREFIX}*'):
+        if re.fullmatch('[0-9a-f]{16}', temporary.name[len(PREFIX):]) and not temporary.is_symlink():
+            lock = _lock(temporary, wait=False)
+            if lock is not None:
+                try:
+                    _remove(temporary)
+                finally:
+                    os.close(lock)
+
+
+def _lock(folder: Path, wait: bool) -> Optional[int]:
+    """Lock a folder until this process ends; return None where others have it or the filesystem has no locks."""
+    lock = None
+    try:
+        lock = os.open(folder, os.O_RDONLY)
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
-        if old.exists() and not dst.exists():
-            old.rename(dst)
-        raise
+        if lock is not None:
+            os.close(lock)
+        return None
+    return lock
+
+
+def _remove(temporary: Path) -> None:
+    """Remove a temporary folder, as far as it can be; what was set aside and has no successor goes back to its place.
+
+    Of what was set aside nothing is deleted but the files of a model.
+    """
     with contextlib.suppress(OSError):
-        _remove(old)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    path.unlink(missing_ok=True)
+        for old in temporary.glob('old/*'):
+            if (temporary / 'new' / old.name).exists():
+                old.rename(temporary.parent / old.name)
+                continue
+            for name in MODEL_FILES:
+                (old / name).unlink(missing_ok=True)
+            old.rmdir()
+        shutil.rmtree(temporary / 'new', ignore_errors=True)
+        for folder in (*temporary.glob('old'), temporary):
+            folder.rmdir()

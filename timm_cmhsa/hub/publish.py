@@ -16,12 +16,12 @@ from torch import nn
 from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
 from ..cmhsa import Cmhsa
-from ..destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
+from ..destination import FILE_SUFFIXES, check_destination, whole_or_nothing
 from ..files import CheckpointError, one_line
 from ..images import data_config
 from ..version import __version__
 from .card import model_card
-from .errors import HubError, find_token, hub_errors
+from .errors import HubError, find_token, hub_errors, without_credentials
 
 WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.tar', '.ckpt', '.onnx', '.h5', '.msgpack', '.gguf')
 PUBLISHED = ('README.md', 'config.json', 'model.safetensors')
@@ -62,10 +62,10 @@ def save_for_hub(
         CheckpointError: If timm could not make this model again, an argument is bad, or the folder cannot be written.
             Nothing was written.
     """
-    folder, model = Path(folder).resolve(), _unwrap(model)
-    if folder.suffix in ('.safetensors', *PICKLE_SUFFIXES):
+    model = _unwrap(model)
+    folder = check_destination(folder, None, force)
+    if folder.suffix in FILE_SUFFIXES:
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
-    check_destination(folder, None, force)
     source = model.pretrained_cfg
     labels: Dict[str, Any] = {}
     if label_names is not None:
@@ -80,7 +80,7 @@ def save_for_hub(
     metadata = {
         'format': 'pt', 'architecture': source['architecture'], 'model_args': json.dumps(json_args(model)),
         'timm_cmhsa_version': __version__}
-    with whole_or_nothing(folder) as partial:
+    with whole_or_nothing(folder, force) as partial:
         write_folder(model, partial, metadata, {**labels, 'pretrained_cfg': config})
         (partial / 'README.md').write_text(card, encoding='utf-8')
         _check_loads_alike(model, partial)
@@ -276,7 +276,7 @@ def push_folder_to_hub(
         _logger.warning(
             f'{repo_id} has another README.md, which is left as it is and may speak of an earlier model: '
             'overwrite_readme replaces it.')
-    return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
+    return without_credentials(commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url)))
 
 
 def _read_remote(api: HfApi, info: ModelInfo, name: str) -> bytes:

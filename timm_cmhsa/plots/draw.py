@@ -1,7 +1,6 @@
 """One call from a model or checkpoints to pictures of attention."""
 import io
 import os
-import tempfile
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -10,6 +9,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ..analysis import attention_maps
+from ..destination import remove_leftovers, temporary_folder
+from ..files import one_line
 from ..images import choose_images, evenly_spaced, to_pixels
 from .data import PathLike, PlotError, attention_from, gaussians, layers_to_draw, mean_attention, open_models
 from .explorer import explorer_html
@@ -110,19 +111,26 @@ def draw_figures(attention: History, statistics: History, encodings: History, se
 
 
 def check_output(folder: Path) -> None:
-    existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    try:
+        existing = next(path for path in (folder, *folder.resolve().parents) if path.exists())
+    except (OSError, RuntimeError) as e:  # RuntimeError is of links that lead in a circle
+        raise PlotError(f'{folder} cannot be written: {one_line(e)}.') from e
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise PlotError(f'{existing} is not a folder that can be written to: choose another output.')
+    remove_leftovers(folder)
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write files into a folder: all of them are complete before the first takes its place."""
+    for path in (folder / name for name in files):
+        if path.exists() and not path.is_file():
+            raise PlotError(f'{path} cannot be written: it is there, and not a file.')
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix='.', dir=folder) as partial:
+        with temporary_folder(folder) as new:
             for name, content in files.items():
-                Path(partial, name).write_bytes(content)
+                (new / name).write_bytes(content)
             for name in files:
-                Path(partial, name).replace(folder / name)
+                (new / name).replace(folder / name)
     except OSError as e:
-        raise PlotError(f'{folder} cannot be written: {e.strerror or e}.') from e
+        raise PlotError(f'{folder} cannot be written: {one_line(e)}.') from e
