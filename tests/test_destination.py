@@ -6,7 +6,6 @@ import io
 import itertools
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import socket
@@ -25,7 +24,7 @@ from timm_cmhsa.cli import Parser, convert_main, plot_main, run_command
 from timm_cmhsa.destination import PREFIX, check_destination, whole_or_nothing
 from timm_cmhsa.plots import PlotError, plot_attention
 
-pytestmark = pytest.mark.skipif(sys.platform == 'win32', reason='stops processes by POSIX means')
+resource = pytest.importorskip('resource')  # processes are limited and stopped by means of POSIX
 
 SMALL = dict(img_size=32, patch_size=4, depth=2, num_classes=10)
 CALLS = {'open', 'os.mkdir', 'os.rename', 'os.link', 'os.remove', 'os.rmdir', 'os.chmod', 'shutil.rmtree'}
@@ -60,7 +59,7 @@ def content(path):
     """Return what a file or folder holds, None if there is none."""
     if path.is_dir():
         return {file.name: content(file) for file in path.iterdir()}
-    return path.read_bytes() if path.exists() else None
+    return path.read_bytes() if path.is_file() else None
 
 
 def before_call(calls, number, folder, action):
@@ -214,6 +213,7 @@ def test_the_source_is_not_overwritten_through_its_links(checkpoint, tmp_path, c
     safetensors.torch.save_file(torch.load(checkpoint), blob)
     (folder / 'config.json').write_text('{}')
     (folder / 'model.safetensors').symlink_to(blob)
+    (folder / 'circle').symlink_to('circle')
     (tmp_path / 'link.safetensors').symlink_to(blob)
     before = blob.read_bytes()
     for dst in (blob, tmp_path / 'link.safetensors', blob.parent):
@@ -243,6 +243,7 @@ def test_files_of_the_user_with_hidden_names_stay(tmp_path):
         shutil.copytree(tmp_path / 'elsewhere', tmp_path / name)
     (tmp_path / LEFTOVER).symlink_to(tmp_path / 'elsewhere')
     (tmp_path / f'{PREFIX}{16 * "f"}').touch()
+    os.mkfifo(tmp_path / f'{PREFIX}{16 * "e"}')
     before = content(tmp_path)
     assert write(tmp_path / 'out', 'text') == 0
     assert content(tmp_path) == before
@@ -277,6 +278,21 @@ def test_force_replaces_no_folder_that_something_was_put_into_meanwhile(src, tmp
     assert f'{tmp_path / "out"} is a folder that holds thesis.tex' in err
     assert content(tmp_path / 'out') == {**before, 'thesis.tex': b''}
     assert set(os.listdir(tmp_path)) == {'phase1.pth', 'out'}
+
+
+def test_what_appears_in_the_midst_of_replacing_a_folder(tmp_path, capsys):
+    dst = tmp_path / 'out'
+    write(dst, 'old')
+    code, _, err = run(write, dst, 'new', hook=before_call({'os.rename'}, 1, tmp_path, dst.touch))
+    kept = Path(err.rstrip('.\n').split()[-1])
+    assert (code, content(kept)) == (2, {'model.safetensors': b'old', 'config.json': b'old'})
+    assert content(dst) == b''
+    assert write(dst, 'new') == 2
+    assert kept.exists()
+    dst.unlink()
+    assert write(dst, 'new', force=False) == 2  # It is back.
+    assert 'exists already' in capsys.readouterr().err
+    assert content(tmp_path) == {'out': {'model.safetensors': b'old', 'config.json': b'old'}}
 
 
 def test_a_filesystem_without_links(tmp_path):
@@ -462,6 +478,7 @@ def test_success_does_not_need_a_terminal(lost_terminal, src, pixel_model, tmp_p
     assert run(lambda: Parser(prog='name').print_help() or 0, stdout=lost_terminal)[::2] == (0, '')
 
 
+@pytest.mark.slow
 def test_the_installed_command_succeeds_without_a_terminal(src, tmp_path):
     command = Path(sys.executable).with_name('convert_checkpoint')
     with subprocess.Popen([command, src, tmp_path / 'out'], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:

@@ -443,7 +443,8 @@ def test_commit_cut_off(hub, folder, capsys):
     assert_kept(hub, one_line(capsys))
 
 
-@pytest.mark.parametrize('signum', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
+@pytest.mark.parametrize('signum', [
+    signal.SIGKILL, *(pytest.param(signum, marks=pytest.mark.slow) for signum in (signal.SIGINT, signal.SIGTERM))])
 def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     hub.fail('POST', UPLOAD, 'hold')
     hub.fail('PUT', UPLOAD, 'hold')
@@ -456,9 +457,9 @@ def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
     process.send_signal(signum)
     error = process.communicate()[1]
     assert 'Traceback' not in error
-    if signum == signal.SIGINT:
+    if signum != signal.SIGKILL:
         assert '\nconvert_checkpoint: interrupted.\n' in error
-        assert process.returncode == 130
+        assert process.returncode == 128 + signum
     hub.release.set()
     hub.failures.clear()
     assert hub.files('alice/net').keys() == {'.gitattributes'}

@@ -45,7 +45,7 @@ def check_destination(dst: Union[str, Path], src: Optional[Path], force: bool) -
 
 def _overlap(dst: Path, src: Path) -> bool:
     """Return whether writing would touch the source: the files of a folder can be links, as in the Hub's cache."""
-    sources = [src, *(path.resolve() for path in src.iterdir())] if src.is_dir() else [src]
+    sources = [src, *(Path(os.path.realpath(path)) for path in src.iterdir())] if src.is_dir() else [src]
     return src in dst.parents or any(
         dst == path or dst in path.parents or (path.exists() and dst.exists() and dst.samefile(path))
         for path in sources)
@@ -119,7 +119,7 @@ def _put(new: Path, dst: Path, force: bool) -> None:
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
-    """Give an empty folder on the same filesystem, and remove it.
+    """Give an empty folder on the same filesystem, and remove it, or say where it keeps what it cannot put back.
 
     It is `.timm_cmhsa-*/new`, hidden in the parent. A lock on `.timm_cmhsa-*`, which ends with the process, however
     that ends, tells others that it is in use.
@@ -139,12 +139,16 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
             _remove(temporary)  # what a Ctrl-C in the midst of the first leaves
             if lock is not None:
                 os.close(lock)
+            for old in temporary.glob('old/*') if (temporary / 'new').exists() else ():
+                raise CheckpointError(
+                    f'{parent / old.name} appeared while it was replaced: it stays, what was there is kept in {old}.')
 
 
 def remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders of runs that were killed, but not those of runs that are alive."""
     for temporary in parent.glob(f'{PREFIX}*'):
-        if re.fullmatch('[0-9a-f]{16}', temporary.name[len(PREFIX):]) and not temporary.is_symlink():
+        is_ours = re.fullmatch('[0-9a-f]{16}', temporary.name[len(PREFIX):]) and not temporary.is_symlink()
+        if is_ours and temporary.is_dir():
             lock = _lock(temporary, wait=False)
             if lock is not None:
                 try:
