@@ -358,6 +358,7 @@ def test_approximate_by_the_command(src, tmp_path, capsys):
 def test_verification_on_real_images(in_chans, tmp_path):
     for i in range(3):
         Image.effect_noise((40, 36), 50).convert('RGB').save(tmp_path / f'{i}.png')
+    (tmp_path / '0broken.png').write_text('not counted, and no other instead of it')
     model = create(in_chans=in_chans)
     torch.save(model.state_dict(), tmp_path / 'a.pth')
     report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out', in_chans=in_chans, images=tmp_path)

@@ -1,15 +1,24 @@
 """Images for a model: of a folder, as timm's validation would feed them, or noise; and back to pixels to look at."""
+import logging
+import math
+import os
 from pathlib import Path
 from typing import Any, Dict, List, Optional, Tuple, Union
 
 import torch
-from timm.data import ImageDataset, create_transform, resolve_data_config
+from PIL import Image
+from timm.data import create_transform, get_img_extensions, resolve_data_config
 from torch import nn
 
 from .cmhsa import Cmhsa
-from .files import CheckpointError
+from .files import CheckpointError, one_line
+
+_logger = logging.getLogger(__name__)
 
 NUM_NOISE_IMAGES = 8
+MAX_VALUES = 2 ** 30  # of all images together: 4 GB
+MAX_ASPECT = 100  # of an image: resized by its shorter side, one of a single row of pixels would fill the memory
+FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF')  # for others, Pillow runs programs (EPS)
 
 
 def data_config(model: nn.Module) -> Dict[str, Any]:
@@ -52,7 +61,10 @@ def evenly_spaced(total: int, count: int) -> List[int]:
 
 
 def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
-    """Return images of a folder and the folders in it, prepared for a model, (B, C, H, W), and their names."""
+    """Return images of a folder and the folders in it, prepared for a model, (B, C, H, W), and their names.
+
+    Those that cannot be read are left out, with a warning. (timm's `ImageDataset` returns another one in their place.)
+    """
     if not folder.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
     config = data_config(model)
@@ -60,12 +72,51 @@ def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tenso
     modes = {1: 'L', 3: 'RGB'}
     if in_chans not in modes:
         raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {in_chans}.')
-    try:
-        dataset = ImageDataset(str(folder), transform=create_transform(**config), input_img_mode=modes[in_chans])
-        indices = evenly_spaced(len(dataset), count)
-        return torch.stack([dataset[i][0] for i in indices]), [dataset.filename(i) for i in indices]
-    except (OSError, RuntimeError) as e:
-        raise CheckpointError(f'{folder} holds no images that can be read: {e}') from e
+    files = image_files(folder)
+    files = [files[i] for i in evenly_spaced(len(files), count)]
+    if len(files) * math.prod(config['input_size']) > MAX_VALUES:
+        raise CheckpointError(f"{len(files)} images of {config['input_size']} do not fit into memory: take fewer.")
+    transform = create_transform(**config)
+    images, names, unread = [], [], []
+    for file in files:
+        name = printable(str(file.relative_to(folder)))
+        try:
+            images.append(transform(read_image(file, modes[in_chans])))
+            names.append(name)
+        except Exception as e:  # Decoders of broken files raise anything.
+            unread.append((name, one_line(e)))
+    if not images:
+        reason = '{}: {}'.format(*unread[0]) if unread else f'no file ends in {", ".join(get_img_extensions())}'
+        raise CheckpointError(f'{folder} holds no images that can be read: {reason}.')
+    for name, reason in unread:
+        _logger.warning('%s is left out, it cannot be read: %s.', name, reason)
+    return torch.stack(images), names
+
+
+def image_files(folder: Path) -> List[Path]:
+    """Return the files in a folder that are called images, each once: links can lead in circles."""
+    seen, files = set(), []
+    for root, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(root) in seen:
+            folders.clear()
+            continue
+        seen.add(os.path.realpath(root))
+        files += [Path(root, name) for name in names if Path(name).suffix.lower() in get_img_extensions()]
+    return sorted(files)
+
+
+def read_image(file: Path, mode: str) -> Image.Image:
+    if not file.is_file():  # to open a pipe would wait forever
+        raise OSError('it is no regular file')
+    with Image.open(file, formats=FORMATS) as image:
+        if max(image.size) > MAX_ASPECT * min(image.size):
+            raise ValueError('it is too narrow, {} x {} pixels'.format(*image.size))
+        return image.convert(mode)
+
+
+def printable(text: str) -> str:
+    """Return a name of a file as it can be shown: what is no character, or breaks lines, is escaped."""
+    return ''.join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:

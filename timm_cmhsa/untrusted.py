@@ -87,8 +87,8 @@ ARGS: Dict[str, Rule] = {
 }
 CFG: Dict[str, Rule] = {
     'mean': _list_of(_number(-1e3, 1e3), 1000), 'std': _list_of(_number(1e-6, 1e3), 1000),
-    'interpolation': _one_of('bicubic', 'bilinear', 'nearest', 'lanczos', 'hamming', 'box', 'random'),
-    'crop_pct': _number(0.01, 100), 'crop_mode': _one_of('center', 'squash', 'border'),
+    'interpolation': _one_of('bicubic', 'bilinear', 'nearest', 'lanczos', 'hamming', 'box'),
+    'crop_pct': _number(0.1, 10), 'crop_mode': _one_of('center', 'squash', 'border'),
     'label_names': _list_of(_TEXT, 10 ** 6), 'license': _TEXT,
     'label_descriptions': Rule(
         lambda value: isinstance(value, dict) and all(_TEXT.accepts(x) for item in value.items() for x in item),
