@@ -1,7 +1,10 @@
 """The plot_attention command, and its call in Python, on real files."""
 import argparse
+import os
+import struct
 import subprocess
 import sys
+import zlib
 from pathlib import Path
 
 import pytest
@@ -9,11 +12,13 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from timm.data import create_transform
 from timm.models import save_for_hf
 
+from timm_cmhsa import images
 from timm_cmhsa.cli import plot_main as main
 from timm_cmhsa.files import CheckpointError
-from timm_cmhsa.images import choose_images
+from timm_cmhsa.images import choose_images, data_config, read_folder
 from timm_cmhsa.plots import PlotError, in_order_of_training, load_model, plot_attention
 
 KWARGS = dict(rel_pos='quadratic_gen', depth=2, num_heads=3)
@@ -43,6 +48,9 @@ def folder(tmp_path_factory):
         pixels = torch.randint(256, (40, 48, 3), dtype=torch.uint8).numpy()
         Image.fromarray(pixels).save(folder / 'images' / name / f'{name}.png')
     (folder / 'no_images').mkdir()
+    (folder / 'broken').mkdir()
+    for name in 'ab':
+        (folder / 'broken' / f'{name}.png').write_text('no image')
     return folder
 
 
@@ -110,7 +118,9 @@ def test_models_are_those_of_their_files(folder):
     (['phase1.pth', '--model', 'test_cmhsa_conv_k3'], 'has no attention layer of timm_cmhsa'),
     (['checkpoint-0.pth.tar', '--layer', 'blocks.9.attn'], 'choose one of blocks.0.attn, blocks.1.attn'),
     (['checkpoint-0.pth.tar', '--query', '2', '0'], 'the query 2 0 is outside the image'),
-    (['checkpoint-0.pth.tar', '--images', 'no_images'], 'holds no images that can be read'),
+    (['nowhere.pth', '--query', '2', '0'], 'the query 2 0 is outside the image'),  # before any work
+    (['checkpoint-0.pth.tar', '--images', 'no_images'], 'holds no images that can be read: no file ends in .png, .jpg'),
+    (['checkpoint-0.pth.tar', '--images', 'broken'], 'holds no images that can be read: a.png: cannot identify'),
     (['checkpoint-0.pth.tar', '--images', 'plain.pth'], 'is not a folder of images'),
     (['checkpoint-0.pth.tar', 'checkpoint-0.pth.tar'], 'a checkpoint is given twice'),
     (['checkpoint-0.pth.tar', 'two_heads.pth', '--model', 'test_pixel_attn', '--model-kwargs', 'depth=2',
@@ -170,6 +180,71 @@ def test_images_are_evenly_spaced_and_told_from_noise(folder):
     assert (names, title) == (['a/a.png', 'b/b.png', 'd/d.png'], '3 images')
     assert choose_images(folder / 'images', model, 1)[1:] == (['a/a.png'], '1 image')
     assert choose_images(None, model, 3)[1:] == ([f'noise {i + 1}' for i in range(8)], '8 images of random noise')
+
+
+def png(width, height, *chunks):
+    header = b'IHDR', struct.pack('>IIBBBBB', width, height, 8, 2, 0, 0, 0)
+    content = b'\x89PNG\r\n\x1a\n'
+    for kind, data in (header, *chunks, (b'IDAT', zlib.compress(bytes(100))), (b'IEND', b'')):
+        content += struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+    return content
+
+
+@pytest.fixture
+def odd_images(folder, tmp_path):
+    """Images that can be read, with what is none before, between and after them."""
+    images = tmp_path / 'images'
+    (images / '4.png').mkdir(parents=True)
+    good = Image.open(folder / 'images/a/a.png')
+    for i, name in enumerate(['1', '3', '4.png/in', '6$\\frac{$', os.fsdecode(b'7\xff'), '8\n']):
+        good.rotate(90 * i).save(images / f'{name}.png')
+    good.save(images / '2.jpg')
+    os.truncate(images / '2.jpg', 400)
+    Image.new('RGB', (1, 10 ** 5)).save(images / '5narrow.png')
+    (images / '0.png').write_text('text')
+    (images / '1.jpg').touch()
+    (images / '5bomb.png').write_bytes(png(50_000, 50_000))
+    (images / '5text.png').write_bytes(png(8, 8, (b'zTXt', b'key\0\0' + zlib.compress(bytes(2 ** 25)))))
+    (images / '5eps.png').write_bytes(b'%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n')
+    os.mkfifo(images / '5pipe.png')
+    (images / '5self.png').symlink_to('5self.png')
+    for name in ('5loop', '5other_loop'):
+        (images / name).symlink_to('.')
+    return images
+
+
+def test_what_is_no_image_is_left_out_by_name_and_no_other_takes_its_place(folder, odd_images, caplog):
+    model = load_model(folder / 'local')
+    images, names = read_folder(odd_images, model, 100)
+    files = ['1.png', '3.png', '4.png/in.png', '6$\\frac{$.png', os.fsdecode(b'7\xff.png'), '8\n.png']
+    assert names == [*files[:4], '7\\udcff.png', '8\\n.png']
+    transform = create_transform(**data_config(model))
+    for image, file in zip(images, files, strict=True):
+        torch.testing.assert_close(image, transform(Image.open(odd_images / file)))
+    assert [record.args[0] for record in caplog.records] == [
+        '0.png', '1.jpg', '2.jpg', *(f'5{name}.png' for name in ('bomb', 'eps', 'narrow', 'pipe', 'self', 'text'))]
+    assert not any('\n' in record.getMessage() for record in caplog.records)
+
+
+def test_the_command_draws_them_under_their_names(folder, odd_images, tmp_path):
+    (odd_images / '1.png').unlink()
+    model = (folder / 'local').rename(tmp_path / '$\\frac{$ \n')
+    command = [Path(sys.executable).with_name('plot_attention'), model, '--output', tmp_path / 'out', '--html']
+    result = subprocess.run([*command, '--images', odd_images], capture_output=True, text=True)
+    model.rename(folder / 'local')
+    assert result.returncode == 0
+    lines = result.stderr.splitlines()
+    assert sum('is left out, it cannot be read' in line for line in lines) == 9
+    assert 'Traceback' not in result.stderr
+    assert '"title": "3.png"' in (tmp_path / 'out' / 'attention.html').read_text()
+
+
+def test_more_images_than_memory_are_refused_before_they_are_read(folder, monkeypatch):
+    model = load_model(folder / 'local')
+    monkeypatch.setattr(images, 'MAX_VALUES', 4 * 3 * 32 * 32)
+    assert len(read_folder(folder / 'images', model, 4)[0]) == 4
+    with pytest.raises(CheckpointError, match=r'5 images of \(3, 32, 32\) do not fit into memory: take fewer'):
+        read_folder(folder / 'images', model, 10 ** 9)
 
 
 def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,5 @@
 """What the figures show: the drawn arrays, ellipses and lines, not only that there is a file."""
+import copy
 import io
 import math
 
@@ -7,10 +8,11 @@ import pytest
 import timm
 import torch
 from matplotlib.patches import Ellipse, Rectangle
+from matplotlib.text import Text
 from PIL import Image
 from torch import nn
 
-from timm_cmhsa import RelPosAttention
+from timm_cmhsa import RelPosAttention, conv2d_to_attention
 from timm_cmhsa.analysis import attention_maps, head_statistics
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.pixel import PositionalAttention
@@ -20,12 +22,14 @@ from timm_cmhsa.plots import (
     attention_from,
     center_figure,
     data as plot_data,
+    explorer,
     gaussians,
     mean_attention,
     plot_attention,
     statistics_figure,
     statistics_movement_figure,
 )
+from timm_cmhsa.plots.data import QueryAttention
 from timm_cmhsa.plots.draw import draw_figures
 
 
@@ -124,7 +128,7 @@ def test_pixels_are_those_of_the_image_file():
 
 def test_mean_attention_does_not_depend_on_how_many_images_are_seen_at_once(two_grids, monkeypatch):
     model, images = two_grids
-    monkeypatch.setattr(plot_data, 'MAX_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # two images: batches of 2, 2 and 1
+    monkeypatch.setattr(plot_data, 'BATCH_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # two images: batches of 2, 2 and 1
     means, statistics = mean_attention(model, images)
     for name, maps in attention_maps(model, images).items():
         torch.testing.assert_close(means[name].weights, maps.weights.mean(dim=0, keepdim=True))
@@ -263,6 +267,61 @@ def test_layers_without_heads_are_left_out(tmp_path):
     plot_attention(model, tmp_path, html=True)
     with pytest.raises(PlotError, match='no attention layer of the model has a head'):
         plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
+
+
+@pytest.mark.parametrize('name', ['$\\frac{$', 'a$b$c', 'a\\$b', '%s{0}<b>'])
+def test_names_are_shown_as_they_are(name, two_grids):
+    """Not as formulas, in titles, labels of rows and of ticks, and legends."""
+    model, images = two_grids
+    maps, statistics = mean_attention(model, images)
+    attention = {name: attention_from(maps['fine'])}
+    figures = [
+        attention_figure(attention, name), statistics_figure({name: statistics['fine']}, name),
+        statistics_movement_figure({name: {name: statistics['fine']}}, name),
+        center_figure([{name: gaussians(model)['coarse']}], name)]
+    for figure in figures:
+        png(figure)
+        texts = [text for text in figure.findobj(Text) if name in text.get_text()]
+        assert len(texts) >= 2
+        assert not any(text.get_parse_math() for text in texts)
+
+
+def test_heads_that_look_alike_say_so():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    attn = conv2d_to_attention(conv, 4, 5, head_dim=16)  # three heads look at the patch itself
+    maps, = attention_maps(attn, torch.randn(1, 25, 48)).values()
+    labels = [axis.get_xlabel() for axis in pictures(attention_figure({'': attention_from(maps)}))]
+    assert labels == [*[''] * 5, 'as head 5', 'as head 5', *[''] * 4]
+    labels = [axis.get_xlabel() for axis in pictures(attention_figure({'': attention_from(maps, (0, 0))}))]
+    assert labels == [*['nothing: 100 %'] * 4, '', 'as head 5', 'as head 5', '', 'nothing: 100 %', '', '']
+
+
+def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
+    model, images = two_grids
+    with pytest.raises(PlotError, match=r'not of input of shape \(0, 3, 16, 24\)'):
+        plot_attention(model, tmp_path, images[:0])
+    with pytest.raises(PlotError, match=r'201 rows of 1 heads are too many for a picture: choose one layer'):
+        attention_figure({str(i): QueryAttention(torch.ones(1, 1, 1), None, (0, 0)) for i in range(201)})
+    idle = copy.deepcopy(model)
+    idle.forward = lambda x: x
+    with pytest.raises(PlotError, match='no attention layer was called'):
+        plot_attention(idle, tmp_path, images)
+    monkeypatch.setattr(explorer, 'MAX_PAGE_BYTES', 100)
+    nn.init.constant_(model.fine.rel_pos.zero_key_bias, float('nan'))
+    with pytest.raises(PlotError, match='the page would be'):  # before the model runs
+        plot_attention(model, tmp_path, images, html=True)
+    with pytest.raises(PlotError, match='the attention of fine is NaN: the training diverged'):
+        plot_attention(model, tmp_path, images)
+    monkeypatch.setattr(plot_data, 'MAX_WEIGHTS', 3 * 24 ** 2)
+    with pytest.raises(PlotError, match='the attention of one image takes 0 GB, more than 0 GB: take a smaller input'):
+        plot_attention(model, tmp_path, images)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+def test_models_of_other_types_are_drawn(dtype, model, tmp_path):
+    names = {path.name for path in plot_attention(copy.deepcopy(model).to(dtype), tmp_path, html=True)}
+    assert names == {'attention.png', 'centers.png', 'statistics.png', 'attention.html'}
 
 
 def test_queries_outside_the_image_are_refused(model):

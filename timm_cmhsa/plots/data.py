@@ -12,10 +12,12 @@ from torch import nn
 
 from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
 from ..files import CheckpointError, read_checkpoint
+from ..images import printable
 from ..rel_pos import QuadraticRelPos
 from ..untrusted import build_model
 
-MAX_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
+BATCH_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
+MAX_WEIGHTS = 2 ** 30  # of all layers and one image: 4 GB
 PathLike = Union[str, Path]
 
 
@@ -86,9 +88,9 @@ def open_models(
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     if not paths:
         raise PlotError('no checkpoint is given.')
-    titles = [Path(path).name.split('.')[0] for path in paths]
+    titles = [printable(Path(path).name.split('.')[0]) for path in paths]
     if len(set(titles)) < len(paths):
-        titles = [str(path) for path in paths]
+        titles = [printable(str(path)) for path in paths]
     if len(set(titles)) < len(paths):
         raise PlotError('a checkpoint is given twice: give checkpoints of different times of the training.')
     for title, path in zip(titles, paths):
@@ -131,13 +133,18 @@ def mean_attention(
 ) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
     """Return the attention of every layer that has heads, averaged over images (B, C, H, W), and measures of it."""
     layers = layers_to_draw(model)
-    batch_size = max(MAX_WEIGHTS // sum(num_weights(layer) for layer in layers.values()), 1)
+    total = sum(num_weights(layer) for layer in layers.values())
+    if total > MAX_WEIGHTS:
+        raise PlotError(
+            f'the attention of one image takes {total / 2 ** 28:.0f} GB, more than {MAX_WEIGHTS >> 28} GB: '
+            'take a smaller input.')
+    batch_size = max(BATCH_WEIGHTS // total, 1)
     weights: Dict[str, Any] = defaultdict(float)
     zero_keys: Dict[str, Any] = defaultdict(float)
     entropies: Dict[str, Any] = defaultdict(float)
     for batch in images.split(batch_size):
         share = len(batch) / len(images)
-        for name, maps in attention_maps(model, batch).items():
+        for name, maps in finite_maps(model, batch).items():
             if name not in layers:
                 continue
             weights[name] += share * maps.weights.mean(dim=0, keepdim=True)
@@ -152,13 +159,26 @@ def mean_attention(
     return means, statistics
 
 
+def finite_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
+    """Return the attention of every layer, and refuse what cannot be drawn."""
+    maps = attention_maps(model, images)
+    for name, layer in maps.items():
+        if not layer.weights.isfinite().all():
+            raise PlotError(f'the attention of {name} is NaN: the training diverged, or half precision overflowed.')
+    return maps
+
+
+def check_query(query: Tuple[float, float]) -> None:
+    if not all(0 <= place <= 1 for place in query):
+        raise PlotError(f'the query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')
+
+
 def attention_from(maps: AttentionMaps, query: Tuple[float, float] = (0.5, 0.5)) -> QueryAttention:
     """Return where the heads look from one patch, averaged over the images.
 
     The query is a row and column, from 0 to 1, relative to the size of the image: the grids of layers can differ.
     """
-    if not all(0 <= place <= 1 for place in query):
-        raise PlotError(f'the query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')
+    check_query(query)
     row, col = (min(int(place * size), size - 1) for place, size in zip(query, maps.grid_size))
     index = row * maps.grid_size[1] + col
     weights = maps.weights[:, :, index].mean(dim=0).unflatten(-1, maps.grid_size).cpu()

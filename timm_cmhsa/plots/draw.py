@@ -8,12 +8,21 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from ..analysis import attention_maps
 from ..destination import remove_leftovers, temporary_folder
 from ..files import one_line
 from ..images import choose_images, evenly_spaced, to_pixels
-from .data import PathLike, PlotError, attention_from, gaussians, layers_to_draw, mean_attention, open_models
-from .explorer import explorer_html
+from .data import (
+    PathLike,
+    PlotError,
+    attention_from,
+    check_query,
+    finite_maps,
+    gaussians,
+    layers_to_draw,
+    mean_attention,
+    open_models,
+)
+from .explorer import check_page_size, explorer_html
 from .figures import attention_figure, center_figure, statistics_figure, statistics_movement_figure
 
 NUM_PAGE_IMAGES = 4
@@ -50,6 +59,7 @@ def plot_attention(
     """
     folder = Path(output)
     check_output(folder)  # before any work is done
+    check_query(query)
     attention: History = {}
     statistics: History = {}
     encodings: History = {}
@@ -57,9 +67,12 @@ def plot_attention(
     for title, last in open_models(source, model, model_kwargs):
         if not attention:
             pixels, names, seen = choose_images(images, last, num_images)
-            if pixels.ndim != 4:
+            if pixels.ndim != 4 or not len(pixels):
                 raise PlotError(f'pictures are of images, (B, C, H, W), not of input of shape {tuple(pixels.shape)}.')
+            shown = evenly_spaced(len(pixels), NUM_PAGE_IMAGES)
         drawn = layers_to_draw(last, layer)
+        if html:
+            check_page_size(drawn, len(shown))
         maps, measured = mean_attention(last, pixels)
         attention[title] = {name: attention_from(one, query) for name, one in maps.items() if name in drawn}
         statistics[title] = {name: heads for name, heads in measured.items() if name in drawn}
@@ -71,7 +84,7 @@ def plot_attention(
                 f'{first} and {title} are not of one model: their layers, heads or grids differ; draw them one by one.')
     figures = draw_figures(attention, statistics, encodings, seen)
     if images is not None:
-        maps = attention_maps(last, pixels[:1])
+        maps = finite_maps(last, pixels[:1])
         figures['attention_image.png'] = attention_figure(
             {name: attention_from(maps[name], query) for name in attention[title]},
             f'{title}: attention for {names[0]}',
@@ -82,7 +95,6 @@ def plot_attention(
         figure.savefig(buffer, format='png')
         files[name] = buffer.getvalue()
     if html:
-        shown = evenly_spaced(len(pixels), NUM_PAGE_IMAGES)
         page = explorer_html(last, pixels[shown], [names[i] for i in shown], layers=attention[title])
         files['attention.html'] = page.encode()
     write_files(folder, files)

@@ -3,16 +3,16 @@ import base64
 import io
 import json
 from importlib import resources
-from typing import Any, Container, Dict, List, Optional, Sequence
+from typing import Any, Container, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from PIL import Image
 from torch import nn
 
-from ..analysis import AttentionMaps, attention_maps
+from ..analysis import AttentionMaps
 from ..images import to_pixels
 from ..pixel import PositionalAttention
-from .data import PlotError, layers_to_draw, model_name, num_weights
+from .data import PlotError, finite_maps, layers_to_draw, model_name, num_weights
 
 MAX_PAGE_BYTES = 64 * 2 ** 20
 STEPS = 255  # a weight is stored as a share of the largest of its map, in so many steps
@@ -34,17 +34,11 @@ def explorer_html(
         PlotError: If the page would be too large, or the model has no attention.
     """
     shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
-    # Attention by position alone is the same for all images.
-    num_maps = {name: 1 if type(layer) is PositionalAttention else len(images) for name, layer in shown.items()}
-    size = sum(num_maps[name] * num_weights(layer) for name, layer in shown.items()) * 4 // 3  # base64
-    if size > MAX_PAGE_BYTES:
-        raise PlotError(
-            f'the page would be {size / 2 ** 20:.0f} MB large, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
-            'take fewer images, a smaller input or fewer layers.')
+    check_page_size(shown, len(images))
     encoded: Dict[str, List[Dict[str, Optional[str]]]] = {}
     for i, image in enumerate(images.split(1)):
-        for name, maps in attention_maps(model, image).items():
-            if name in shown and i < num_maps[name]:
+        for name, maps in finite_maps(model, image).items():
+            if name in shown and i < _num_maps(shown[name], len(images)):
                 encoded.setdefault(name, []).append(_encode_maps(maps))
     titles = titles or [f'image {i + 1}' for i in range(len(images))]
     data: Dict[str, Any] = {
@@ -58,6 +52,18 @@ def explorer_html(
     page = resources.files(__package__).joinpath('explorer.html').read_text(encoding='utf-8')
     # No title can end the script that the data is in.
     return page.replace('{{data}}', json.dumps(data).replace('<', '\\u003c'))
+
+
+def check_page_size(layers: Mapping[str, Any], num_images: int) -> None:
+    size = sum(_num_maps(layer, num_images) * num_weights(layer) for layer in layers.values()) * 4 // 3  # base64
+    if size > MAX_PAGE_BYTES:
+        raise PlotError(
+            f'the page would be {size / 2 ** 20:.0f} MB large, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
+            'take fewer images, a smaller input or fewer layers.')
+
+
+def _num_maps(layer: Any, num_images: int) -> int:
+    return 1 if type(layer) is PositionalAttention else num_images  # by position alone, it is the same for all
 
 
 def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:

@@ -4,7 +4,7 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
-from matplotlib import colormaps
+from matplotlib import colormaps, rc_context
 from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Ellipse, Rectangle
 
 from ..analysis import HeadStatistics
-from .data import Gaussians, QueryAttention
+from .data import Gaussians, PlotError, QueryAttention
 
 CONTOURS: Dict[int, Dict[str, Any]] = {  # percentage of a Gaussian, and how its contour is drawn
     50: {'linestyle': '-', 'linewidth': 1.1},
@@ -20,6 +20,10 @@ CONTOURS: Dict[int, Dict[str, Any]] = {  # percentage of a Gaussian, and how its
 }
 MIN_INV_VARIANCE = 1e-6  # patches^-2; a contour of a flatter Gaussian is far outside any picture
 MIN_WIDTH = 6  # inches, for the title
+MAX_SIDE, MAX_PANELS = 200, 2000  # beside each other, and in all: the layout of more takes minutes
+ALIKE = 1e-3  # difference of heads that look the same, relative to the brightest
+# Names are no formulas, whatever stands between dollars.
+plain_text = rc_context({'text.parse_math': False, 'axes.formatter.use_mathtext': False})
 # of `HeadStatistics`: what it says, colours, factor and format of the numbers, and what colours reach to at least
 MEASURES = {
     'best_weight': ('weight on the best offset, %: 100 is a tap of a convolution', 'viridis', 100, '{:.0f}', 100),
@@ -28,6 +32,7 @@ MEASURES = {
 }
 
 
+@plain_text
 def attention_figure(
         attention: Mapping[str, QueryAttention],
         title: str = 'Attention',
@@ -38,8 +43,17 @@ def attention_figure(
     Args:
         attention: Rows by name, see `attention_from`. Heads and grids may differ.
         image: Shape (H, W, 3), uint8: the image that all this is for, shown in front, the query marked.
+
+    Raises:
+        PlotError: If there is no row, or there are too many panels for a picture.
     """
+    if not attention:
+        raise PlotError('no attention layer was called with these images.')
     num_heads = max(len(row.weights) for row in attention.values())
+    if max(len(attention), num_heads) > MAX_SIDE or len(attention) * num_heads > MAX_PANELS:
+        raise PlotError(
+            f'{len(attention)} rows of {num_heads} heads are too many for a picture: choose one layer, or fewer '
+            'checkpoints.')
     first = 0 if image is None else 1  # column of a head
     row_height = 1.0 if all(row.zero_key is None for row in attention.values()) else 1.15
     size = max(1.6 + 0.95 * (first + num_heads), MIN_WIDTH), 0.9 + row_height * len(attention)
@@ -60,10 +74,14 @@ def attention_figure(
             line[0].imshow(image.numpy(), extent=(-0.5, width - 0.5, height - 0.5, -0.5), aspect='auto')
             line[0].set_box_aspect(image.shape[0] / image.shape[1])
             _frame(line[0], row.query)
+        flat = row.weights.flatten(1)
+        twins = (torch.cdist(flat, flat, p=math.inf) <= ALIKE * brightest).int().argmax(dim=1)  # the first of each
         for head, (axis, weights) in enumerate(zip(line[first:], row.weights)):
             axis.imshow(weights.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=brightest or 1.), cmap='magma')
             _frame(axis, row.query)
-            if row.zero_key is not None and row.zero_key[head] >= 0.005:
+            if twins[head] < head and weights.max() > ALIKE * brightest:
+                axis.set_xlabel(f'as head {twins[head] + 1}', fontsize=7, labelpad=2)
+            elif row.zero_key is not None and row.zero_key[head] >= 0.005:
                 axis.set_xlabel(f'nothing: {_percent(row.zero_key[head].item())}', fontsize=7, labelpad=2)
     figure.suptitle(f'{title}, from the framed patch\n(brightness: square root of the weight)', fontsize=10)
     return figure
@@ -79,6 +97,7 @@ def _frame(axis: Axes, query: Tuple[int, int]) -> None:
     axis.add_patch(Rectangle((col - 0.5, row - 0.5), 1, 1, fill=False, edgecolor='cyan', linewidth=1.2))
 
 
+@plain_text
 def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Centres of the heads') -> Figure:
     """Draw the centres of the heads with their 50 % and 90 % contours, as seen from the query: a panel per layer.
 
@@ -154,6 +173,7 @@ def _draw_head(axis: Axes, history: List[Gaussians], head: int, color: Any) -> N
             edgecolor=color, **line))
 
 
+@plain_text
 def statistics_figure(
         statistics: Mapping[str, List[HeadStatistics]],
         title: str = 'How much like a convolution every head is',
@@ -184,6 +204,7 @@ def statistics_figure(
     return figure
 
 
+@plain_text
 def statistics_movement_figure(
         history: Mapping[str, Mapping[str, List[HeadStatistics]]],
         title: str = 'How much like a convolution the heads are, mean of every layer',
