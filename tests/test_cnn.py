@@ -259,6 +259,7 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
 @pytest.mark.parametrize(('model', 'kwargs', 'message'), [
     ('resnet18', dict(names='layer9.*'), r"ResNet has no convolution larger than one pixel named 'layer9\.\*'"),
     ('resnet18', dict(names='*downsample*'), 'no convolution larger than one pixel'),
+    ('resnet18', dict(names=[]), "no convolution larger than one pixel named '': names are like 'conv1'"),
     ('resnet18', dict(names=['layer3.*', 'leyer4.*']), r"named 'leyer4\.\*': names are like 'conv1'"),
     ('resnet18', dict(input_size=64), r'ResNet needs input_size=\(C, H, W\), or \(C, L\) for sequences, not 64'),
     ('resnet18', dict(input_size=(3, 32, 32), rel_pos='learned'), 'None of 17 convolutions .* cannot express a conv'),
@@ -304,6 +305,119 @@ def test_what_attention_would_drop_stays_a_convolution(caplog):
     assert not model[0].attn.proj.bias.requires_grad
     assert model[0].attn.qkv.weight.requires_grad
     torch.testing.assert_close(model(x), expected(x), atol=1e-5, rtol=1e-5)
+
+
+def conv3(**kwargs):
+    return nn.Conv2d(3, 3, 3, padding=1, **kwargs)
+
+
+@pytest.mark.parametrize(('dtype', 'device', 'value'), [
+    (torch.complex64, 'cpu', 1), (torch.float32, 'meta', 1), (torch.float32, 'cpu', float('nan')),
+    (torch.float64, 'cpu', float('inf'))])
+def test_weights_that_are_no_real_numbers_are_refused(dtype, device, value):
+    conv = conv3(dtype=dtype, device=device)
+    conv.weight.data[0, 0, 0, 0] = value
+    with pytest.raises(ValueError, match='Its weight is on the meta device, complex, NaN or Inf'):
+        attend_convs(nn.Sequential(conv), input_size=(3, 8, 8))
+
+
+def test_what_holds_parameters_is_refused(tmp_path):
+    torch.distributed.init_process_group('gloo', init_method=f'file://{tmp_path}/store', rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Sequential(conv3()))
+        with pytest.raises(ValueError, match='DistributedDataParallel would not see the new parameters'):
+            attend_convs(model, input_size=(3, 8, 8))
+        assert isinstance(model.module[0], nn.Conv2d)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_shared_convolution_stays_shared():
+    conv = conv3()
+    model = attend_convs(nn.Sequential(nn.Sequential(conv), nn.Sequential(conv)), '0.*', (3, 8, 8))
+    assert isinstance(model[0][0], AttendedConv2d)
+    assert model[1][0] is model[0][0]
+
+
+class Merging(nn.Module):
+    """Adds what was learned to its weight in eval mode, as adapters do, and returns something other than a tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.learned, self.conv = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(3)), conv3()
+        self.norm, self.drop = nn.BatchNorm2d(3), nn.Dropout(0.5)
+
+    def train(self, mode=True):
+        self.weight.data += (-1 if mode else 1) * self.learned.data
+        return super().train(mode)
+
+    def forward(self, x):
+        return {'features': self.drop(self.norm(self.conv(input=x))), 'weight': (self.weight, None)}
+
+
+def test_the_probe_leaves_no_trace():
+    model = Merging()
+    model.register_forward_hook(lambda module, args, output: output['features'])
+    model.norm.register_forward_pre_hook(lambda module, args: None)
+    state, modes = copy.deepcopy(model.state_dict()), [module.training for module in model.modules()]
+    hooks = [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()]
+    random_state = torch.get_rng_state()
+    with pytest.raises(ValueError, match='cannot express a convolution'):
+        attend_convs(model, input_size=(3, 8, 8), rel_pos='learned')
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert [module.training for module in model.modules()] == modes
+    assert [(len(module._forward_hooks), len(module._forward_pre_hooks)) for module in model.modules()] == hooks
+    attend_convs(model, input_size=(3, 8, 8))
+    after = model.state_dict()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in state.items() if 'conv' not in name)
+
+
+@pytest.mark.parametrize('backend', ['cold', 'warm'])
+def test_compiled_models_run_the_attention(backend):
+    model, x = nn.Sequential(conv3(), nn.ReLU(), conv3()).eval(), torch.randn(1, 3, 8, 8)
+    expected, compiled = model(x), torch.compile(model, backend='eager')
+    if backend == 'warm':
+        compiled(x)
+    attend_convs(compiled, input_size=(3, 8, 8))
+    assert len(attention_summary(model)) == 2
+    torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)
+    model[2].attn.proj.bias.data += 1
+    torch.testing.assert_close(compiled(x), expected + 1, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize('change', [
+    lambda conv: conv.to(memory_format=torch.channels_last),
+    lambda conv: conv.register_parameter('weight', nn.Parameter(torch.randn(3, 3, 3, 3).transpose(0, 1))),
+])
+def test_layouts_of_weights_do_not_matter(change):
+    conv = conv3()
+    change(conv)
+    x = torch.randn(2, 3, 6, 6)
+    model = attend_convs(nn.Sequential(conv), input_size=(3, 6, 6))
+    torch.testing.assert_close(model(x), conv(x), atol=1e-5, rtol=1e-5)
+
+
+def test_weights_frozen_into_buffers_stay_so():
+    conv = conv3()
+    for name in ('weight', 'bias'):
+        value = getattr(conv, name).detach()
+        delattr(conv, name)
+        conv.register_buffer(name, value)
+    x = torch.randn(2, 3, 6, 6)
+    model = attend_convs(nn.Sequential(conv), input_size=(3, 6, 6))
+    torch.testing.assert_close(model(x), conv(x), atol=1e-5, rtol=1e-5)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_normalized_weights_stay_convolutions(caplog):
+    """Of old style too, by hooks; and in training, power iterations do not go on."""
+    model = nn.Sequential(
+        nn.utils.spectral_norm(conv3()), nn.utils.parametrizations.spectral_norm(conv3()), conv3()).train()
+    state = copy.deepcopy(model[:2].state_dict())
+    attend_convs(model, input_size=(3, 8, 8))
+    assert [layer.name for layer in attention_summary(model)] == ['2']
+    assert caplog.text.count('It has hooks or a parametrization') == 2
+    assert all(torch.equal(tensor, state[name]) for name, tensor in model[:2].state_dict().items())
 
 
 def test_another_size_than_it_was_made_for_is_told():

@@ -44,6 +44,8 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
 def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
     """Return the attention of every layer of this package in a model, or of a single layer.
 
+    Meanwhile the model is in eval mode, its attention not fused: where another thread trains it, give a copy.
+
     Args:
         model: A model of this package, one with convolutions replaced by `attend_convs`, or an attention layer.
         images: Input of the model: images of shape (B, C, H, W), or tokens of shape (B, N, dim) for a layer.
@@ -76,9 +78,13 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, and afterwards back in the mode that it was in."""
+    """Put every module in eval mode, and afterwards back in the mode that it was in.
+
+    No `train` or `eval` of a module is called: some merge weights then, and would have to take them apart again.
+    """
     training = {module: module.training for module in model.modules()}
-    model.eval()
+    for module in training:
+        module.training = False
     try:
         yield
     finally:

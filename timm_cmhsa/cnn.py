@@ -2,6 +2,7 @@
 import contextlib
 import logging
 import math
+import textwrap
 from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
@@ -145,7 +146,8 @@ def attend_convs(
 
     What was replaced, and what that costs, is logged; `attention_summary(model)` returns it later. Convolutions that no
     attention can express are kept, with a warning that says why. From then on the model takes inputs of this size only,
-    and code that reads the weight of a convolution finds none: call timm's `reparameterize_model` before.
+    and code that reads the weight of a convolution finds none: call timm's `reparameterize_model` before, and make
+    optimizers afterwards.
 
     The cost of attention grows with the square of the number of tokens. Larger patches, smaller inputs, or only the
     later stages keep it low.
@@ -165,6 +167,8 @@ def attend_convs(
         ValueError: If there is nothing to replace, or the model does not run with such an input; the model is left as
             it was.
     """
+    if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
+        raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
     convs = _select(model, [names] if isinstance(names, str) else names)
     if input_size is None:
         input_size = (getattr(model, 'pretrained_cfg', None) or {}).get('input_size')
@@ -226,12 +230,13 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, nn.Module]:
     """Return the convolutions larger than one pixel, by name."""
     convs = {name: module for name, module in model.named_modules(remove_duplicate=False)
              if name and isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and max(module.kernel_size) > 1}
-    for pattern in patterns:
+    for pattern in patterns or ['']:
         if not any(fnmatchcase(name, pattern) for name in convs):
             raise ValueError(
                 f'{type(model).__name__} has no convolution larger than one pixel named {pattern!r}: names are like '
                 f"{next(iter(convs), 'none')!r}, and 'layer4.*' is all in layer4.")
-    return {name: conv for name, conv in convs.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    chosen = {conv for name, conv in convs.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
+    return {name: conv for name, conv in convs.items() if conv in chosen}  # under all its names
 
 
 @torch.no_grad()
@@ -243,15 +248,16 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
         input = args[0] if args else kwargs['input']
         shapes[conv].add((input.shape[1:], output.shape[1:]))
 
-    weight = next(model.parameters())
+    like = next(model.parameters(), torch.empty(0))  # a model can be frozen into buffers
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         for conv in shapes:
             stack.enter_context(conv.register_forward_hook(see, with_kwargs=True))
         try:
-            model(torch.zeros(1, *input_size, device=weight.device, dtype=weight.dtype))
+            model(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
         except Exception as e:  # any error means that the model does not run with this input
-            raise ValueError(f'{type(model).__name__} does not run with {input_size=}: {one_line(e)}.') from e
+            reason = textwrap.shorten(one_line(e), 300, placeholder='...')
+            raise ValueError(f'{type(model).__name__} does not run with {input_size=}: {reason}.') from e
     return shapes
 
 
@@ -265,6 +271,8 @@ def _attend(conv: Any, shapes: Shapes, patch_size: int, rel_pos: str) -> Attende
         raise ValueError('It has hooks or a parametrization, which attention would drop.')
     if '_conv_forward' in vars(conv) or type(conv).__call__ is not nn.Module.__call__:
         raise ValueError('It computes something else than its class, which attention would drop.')
+    if conv.weight.is_meta or not conv.weight.is_floating_point() or not conv.weight.detach().isfinite().all():
+        raise ValueError('Its weight is on the meta device, complex, NaN or Inf: attention needs real numbers.')
     if not isinstance(conv, nn.Conv2d) and type(conv) is not nn.Conv1d:
         raise TypeError(f'Expected an nn.Conv2d or a plain nn.Conv1d, got {type(conv).__name__}.')
     map_size, out_size = in_shape[1:], out_shape[1:]
