@@ -14,7 +14,7 @@ from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attentio
 from ..files import CheckpointError, read_checkpoint
 from ..images import printable
 from ..rel_pos import QuadraticRelPos
-from ..untrusted import build_model
+from ..untrusted import build_model, checked_args, shorten
 
 BATCH_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
 MAX_WEIGHTS = 2 ** 30  # of all layers and one image: 4 GB
@@ -59,7 +59,7 @@ def load_model(
     if name is None:
         raise CheckpointError(f'{path} does not tell which model it is of: give its name, model=NAME.')
     if not timm.is_model(name):
-        raise CheckpointError(f'{path}: {name!r} is no model that timm knows: give its name, model=NAME.')
+        raise CheckpointError(f'{path}: {shorten(name)} is no model that timm knows: give its name, model=NAME.')
     if not timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.'):
         raise CheckpointError(
             f'{path} is of {name}, whose convolutions only Python can replace: make the model, attend_convs, '
@@ -67,9 +67,10 @@ def load_model(
     if not all(tensor.isfinite().all() for tensor in checkpoint.state_dict.values()):
         raise CheckpointError(f'{path} holds NaN or Inf: the training diverged, take an earlier checkpoint.')
     args = {**checkpoint.model_args, **(model_kwargs or {})}
-    classifier = checkpoint.state_dict.get(f"{timm.get_pretrained_cfg_value(name, 'classifier')}.weight")
-    args['num_classes'] = 0 if classifier is None else len(classifier)
     try:
+        checked_args(args)
+        classifier = checkpoint.state_dict.get(f"{timm.get_pretrained_cfg_value(name, 'classifier')}.weight")
+        args['num_classes'] = 0 if classifier is None else len(classifier)
         return build_model(name, args, checkpoint.pretrained_cfg, checkpoint.state_dict)
     except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, AttributeError) as e:
         reason = textwrap.shorten(str(e), 300, placeholder='...')
