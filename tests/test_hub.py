@@ -540,7 +540,7 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     (['--push-to-hub', 'alice/net', '--label-names', 'twice.txt'], "'a' was given more than once"),
     (['--push-to-hub', 'alice/net', '--label-names', 'gap.txt'], 'an empty line'),
     (['--push-to-hub', 'alice/net', '--label-names', 'labels.txt', '--num-classes', '5'], '3 label names'),
-    (['--push-to-hub', 'alice/net', '--results', 'labels.txt'], 'cannot be read as JSON'),
+    (['--push-to-hub', 'alice/net', '--results', 'labels.txt'], 'corrupt or not JSON'),
     (['--push-to-hub', 'alice/net', '--results', 'none.json'], 'not between 0 and 100'),
     (['out.pth', '--push-to-hub', 'alice/net'], 'is the name of a file'),
 ])

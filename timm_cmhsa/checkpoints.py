@@ -13,9 +13,10 @@ from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from .construction import HeadOptions
 from .convert import convert_model, fit_heads, matching_architecture, verify
 from .destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
-from .files import CheckpointError, one_line, read_checkpoint
+from .files import CheckpointError, read_checkpoint
 from .hub.download import PREFIXES, download
 from .images import read_folder
+from .messages import one_line
 from .patches import Size2d
 from .phase1 import DTYPES, build_phase1
 from .report import ConversionReport

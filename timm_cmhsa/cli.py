@@ -1,6 +1,5 @@
 """The commands `convert_checkpoint` and `plot_attention`: options, exit codes and one-line errors."""
 import argparse
-import json
 import os
 import re
 import signal
@@ -13,11 +12,12 @@ from timm.utils import ParseKwargs
 from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1, locate
 from .construction import HeadOptions
 from .destination import FILE_SUFFIXES, check_destination, temporary_folder
-from .files import CheckpointError, same_model_folders
+from .files import CheckpointError, read_json, read_text, reading, same_model_folders
 from .hub.card import check_results
 from .hub.download import PREFIXES
 from .hub.errors import HubError, without_credentials
 from .hub.publish import check_label_names, check_push, push_folder_to_hub, save_for_hub
+from .messages import printable
 from .phase1 import DTYPES
 from .rel_pos import POINTABLE
 from .version import __version__
@@ -87,9 +87,7 @@ def _stop(number: int, frame: Any) -> None:
 def say(*lines: str, file: Optional[TextIO] = None) -> None:
     """Print lines, without passwords, as far as the terminal can show them. That it is gone or full is no failure."""
     stream = file or sys.stdout
-    text = without_credentials('\n'.join(
-        ''.join(char if char.isprintable() else char.encode('unicode_escape').decode() for char in line)
-        for line in lines))
+    text = without_credentials('\n'.join(map(printable, lines)))
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
     try:
         print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
@@ -134,9 +132,8 @@ def _push(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
 def _is_converted(folder: Path) -> bool:
     """Return whether this is a folder with a phase-2 model."""
     try:
-        config = folder / 'config.json'
-        return config.is_file() and 'cmhsa_attn' in json.loads(config.read_bytes())['architecture']
-    except (OSError, ValueError, TypeError, KeyError):
+        return 'cmhsa_attn' in str(read_json(folder / 'config.json', 'a configuration').get('architecture'))
+    except CheckpointError:
         return False
 
 
@@ -184,10 +181,9 @@ def _about(args: argparse.Namespace) -> Dict[str, Any]:
 
 def read_label_names(path: Path) -> List[str]:
     """Return the names of the classes, one a line, in the order of the classes."""
-    try:
-        names = [line.strip() for line in path.read_text(encoding='utf-8-sig').rstrip().splitlines()]
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f'{path} cannot be read: {getattr(e, "strerror", None) or e}.') from e
+    content = read_text(path)
+    with reading(path, 'a text'):
+        names = [line.strip() for line in content.decode('utf-8-sig').rstrip().splitlines()]
     if not all(names) or not names:
         raise CheckpointError(f'{path} is empty or has an empty line: expected the name of one class in every line.')
     return names
@@ -195,11 +191,8 @@ def read_label_names(path: Path) -> List[str]:
 
 def read_results(path: Path) -> Dict[str, float]:
     """Return accuracies in percent, from the file that `validate.py --results-format json` writes."""
-    try:
-        content = json.loads(path.read_text())
-        results = {f'Top-{k}': content[f'top{k}'] for k in (1, 5) if f'top{k}' in content}
-    except (OSError, ValueError, TypeError) as e:
-        raise CheckpointError(f'{path} cannot be read as JSON: {getattr(e, "strerror", None) or e}.') from e
+    content = read_json(path, 'JSON')
+    results = {f'Top-{k}': content[f'top{k}'] for k in (1, 5) if f'top{k}' in content}
     if not results:
         raise CheckpointError(
             f'{path} holds no top1 or top5: give what validate.py --results-file FILE --results-format json writes.')

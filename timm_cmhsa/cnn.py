@@ -18,7 +18,7 @@ from .analysis import eval_mode
 from .attention import RelPosAttention
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
 from .efficient import is_watched, multiplications
-from .files import one_line
+from .messages import one_line
 from .patches import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)

@@ -9,7 +9,8 @@ from typing import Iterator, Optional, Union
 
 import safetensors
 
-from .files import CheckpointError, one_line
+from .files import CheckpointError
+from .messages import one_line
 
 with contextlib.suppress(ImportError):  # Windows: there, what a killed run left stays
     import fcntl

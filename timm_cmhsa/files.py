@@ -1,22 +1,34 @@
-"""Checkpoint files, read without running their code."""
+"""Checkpoint files, read without running their code.
+
+Files come from strangers. What parses one does so within `reading`, since what parsers raise has no common base.
+"""
 import argparse
+import contextlib
 import hashlib
 import json
-import pickle
+import pickletools
+import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
 
 import safetensors
-import safetensors.torch
 import torch
 from timm.layers import to_2tuple
 from timm.models import clean_state_dict
 
-from .untrusted import CFG, checked_args, checked_cfg
+from .messages import one_line, shorten
+from .untrusted import CFG, TEXT, as_dict, checked_args, checked_cfg, checked_tensors, dict_in, plain_items
 
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
+MAX_TEXT = 2 ** 24  # bytes of a config.json or the like: as objects, JSON takes up to 30 times as much
+# What the pickles of checkpoints name. torch.load(weights_only=True) executes no other code either, but some that it
+# allows takes any amount of memory or time, as bytearray does.
+PICKLED_NAMES = re.compile(
+    r'collections (OrderedDict|Counter)|(builtins|__builtin__) set|argparse Namespace|torch (Size|device)|'
+    r'torch (bool|u?int\d+|b?float\d+|(Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage)|'
+    r'torch\._utils _rebuild_(tensor|tensor_v2|parameter)|torch\.nn\.parameter Parameter')
 
 
 class CheckpointError(ValueError):
@@ -33,68 +45,127 @@ class Checkpoint(NamedTuple):
     sha256: str  # of the file that holds the tensors
 
 
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Turn whatever is raised by parsing a file, which should be `what`, into a `CheckpointError`."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter('ignore')  # The error is one line.
+            yield
+    except CheckpointError:
+        raise
+    except OSError as e:
+        raise CheckpointError(f'{path} cannot be read: {one_line(e)}.') from e
+    except Exception as e:
+        raise CheckpointError(f'{path} is truncated, corrupt or not {what} ({one_line(e)}).') from e
+
+
+def read_text(path: Path) -> bytes:
+    """Return what a short file holds. A pipe or device, which might never end, is refused."""
+    with reading(path, 'a file'):
+        if not path.is_file():
+            raise CheckpointError(f'{path} does not exist or is not a file.')
+        with path.open('rb') as file:
+            content = file.read(MAX_TEXT + 1)
+    if len(content) > MAX_TEXT:
+        raise CheckpointError(f'{path} has more than {MAX_TEXT} bytes: it is not what it should be.')
+    return content
+
+
+def read_json(path: Path, what: str) -> Dict[str, Any]:
+    """Return what a file of JSON tells, which should be `what`."""
+    content = read_text(path)
+    with reading(path, what):
+        told = json.loads(content)
+        if not isinstance(told, dict):
+            raise TypeError(f'it holds a {type(told).__name__}')
+    return told
+
+
 def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     """Read tensors, and what the file tells of their model. Prefixes of wrappers are stripped.
 
     A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's `local-dir:` layout.
-    Pickles are loaded with `weights_only=True`, which executes no code.
+    Pickles are loaded with `weights_only=True`, which executes no code. The tensors are copies in memory, and no larger
+    than the file.
     """
-    config = _read_config(path / 'config.json') if path.is_dir() else {}
-    path = _weights_file(path)
-    try:
+    with reading(path, 'a checkpoint'):
+        config, path = _find(path)
+        version = _version(path)
         content, metadata = _load(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(
+                f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
+        content = as_dict(content)
+        state_dict = _select_state_dict(content, path, use_ema)
         sha256 = _sha256(path)
-    except OSError as e:
-        raise CheckpointError(f'{path} cannot be read: {e.strerror or e}.') from e
-    if not isinstance(content, dict):
-        raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
-
-    state_dict = _select_state_dict(content, path, use_ema)
-    state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice: older timm knows one order of wrappers only
+        if _version(path) != version:
+            raise CheckpointError(f'{path} changed while it was read: try again when nothing writes to it.')
     args = content.get('args')
-    train_args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
+    args = vars(args) if isinstance(args, argparse.Namespace) else args
+    args = as_dict(args) if isinstance(args, dict) else {}
     try:
         if not config and 'model_args' in metadata:
             config = {'architecture': metadata.get('architecture'), 'model_args': json.loads(metadata['model_args'])}
         elif not config:
-            config = _train_config(content.get('arch'), train_args)
-        return Checkpoint(state_dict, *_read_model(config), train_args, sha256)
-    except (ValueError, TypeError, AttributeError, IndexError, KeyError) as e:
+            config = _train_config(content.get('arch'), args)
+        return Checkpoint(state_dict, *_read_model(config), plain_items(args), sha256)
+    except (ValueError, RecursionError) as e:
         raise CheckpointError(f'{path} has a malformed model configuration: {one_line(e)}.') from e
 
 
-def _weights_file(path: Path) -> Path:
-    files = [path / name for name in WEIGHT_NAMES] if path.is_dir() else [path]
-    existing = [file for file in files if file.is_file()]
-    if not existing and path.is_dir():
+def _find(path: Path) -> Tuple[Dict[str, Any], Path]:
+    """Return the configuration and the weights file of a folder, or a file itself."""
+    if not path.is_dir():
+        if not path.is_file():
+            raise CheckpointError(
+                f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder or '
+                'hf-hub:USER/NAME.')
+        return {}, path
+    config = path / 'config.json'
+    if not config.exists():
+        raise CheckpointError(f"{path} has no config.json: it is not a folder in timm's local-dir: layout.")
+    told = read_json(config, "a model configuration of timm's")
+    weights = next((path / name for name in WEIGHT_NAMES if (path / name).is_file()), None)
+    if weights is None:
         raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
-    if not existing:
-        raise CheckpointError(
-            f'{path} does not exist or is not a file: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
-    return existing[0]
+    return told, weights
 
 
 def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
+    """Return what a file holds, and its metadata. The file is mapped: nothing is larger than what is in it."""
     if path.suffix == '.safetensors':
-        try:
-            with safetensors.safe_open(path, framework='pt') as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-        except safetensors.SafetensorError as e:
-            raise CheckpointError(f'{path} is truncated or not a safetensors file: {one_line(e)}.') from e
-    try:
-        # timm's training checkpoints hold their arguments in a Namespace
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # The error for a file that is not a checkpoint is one line.
-            return torch.load(path, map_location='cpu', weights_only=True), {}
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, IndexError, TypeError,
-            AttributeError, zipfile.BadZipFile) as e:
-        if isinstance(e, pickle.UnpicklingError) and 'GLOBAL' in str(e):
-            raise CheckpointError(
-                f'{path} needs code to load, which is never executed: save its state_dict() alone.') from e
-        raise CheckpointError(f'{path} is truncated, corrupt or not a checkpoint.') from e
+        with reading(path, 'a safetensors file'), safetensors.safe_open(path, framework='pt') as file:
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    # timm's training checkpoints hold their arguments in a Namespace
+    with reading(path, 'a checkpoint'), torch.serialization.safe_globals([argparse.Namespace]):
+        is_zip = _check_pickles(path)
+        # Not mapped, older torch reads beyond the end of a tensor that claims more than the file has of it.
+        return torch.load(path, map_location='cpu', mmap=is_zip, weights_only=True), {}
 
 
-def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
+def _check_pickles(path: Path) -> bool:
+    """Refuse pickles that name what no checkpoint needs; return whether they are in a zip file, as since torch 1.6."""
+    with path.open('rb') as file:
+        is_zip = file.read(4) == b'PK\3\4'
+        file.seek(0)
+        if is_zip:
+            archive = zipfile.ZipFile(file)
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise CheckpointError(f'{path} is compressed, which torch.save never does: load and save it again.')
+            pickles = [archive.open(info) for info in archive.infolist() if info.filename.endswith('.pkl')]
+        else:
+            pickles = [file] * 5  # magic number, version, system, content, names of storages: one after the other
+        for stream in pickles:
+            for opcode, arg, _ in pickletools.genops(stream):
+                if 'GLOBAL' in opcode.name and not PICKLED_NAMES.fullmatch(arg or ''):
+                    raise CheckpointError(
+                        f'{path} needs code to load, which is never executed ({shorten(arg)}): save its state_dict() '
+                        'alone.')
+    return is_zip
+
+
+def _select_state_dict(content: Dict[Any, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
     """Return what timm's `load_state_dict` would take, but averaged weights only where asked for."""
     ema = [key for key in ('state_dict_ema', 'model_ema') if content.get(key) is not None]
     if use_ema and not ema:
@@ -103,32 +174,22 @@ def _select_state_dict(content: Dict[str, Any], path: Path, use_ema: bool) -> Di
     state_dict = content if key is None else content[key]
     if not isinstance(state_dict, dict) or not state_dict:
         raise CheckpointError(f'{path} holds no state dict{"" if key is None else f" in {key!r}"}.')
-    for name, value in state_dict.items():
-        if not isinstance(name, str) or not isinstance(value, torch.Tensor):
-            raise CheckpointError(f'{path} is not a state dict: {name!r} is a {type(value).__name__}.')
-    return state_dict
-
-
-def _read_config(path: Path) -> Dict[str, Any]:
-    if not path.exists():
-        raise CheckpointError(f"{path.parent} has no config.json: it is not a folder in timm's local-dir: layout.")
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        raise CheckpointError(f'{path} cannot be read: {one_line(e)}.') from e
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is not a model configuration of timm's.")
-    return config
+        tensors = checked_tensors(as_dict(state_dict), path.stat().st_size)
+    except ValueError as e:
+        raise CheckpointError(f'{path} is not a state dict: {e}.') from e
+    return clean_state_dict(clean_state_dict(tensors))  # twice: older timm knows one order of wrappers only
 
 
-def _train_config(architecture: Optional[str], args: Dict[str, Any]) -> Dict[str, Any]:
+def _train_config(architecture: Any, args: Dict[str, Any]) -> Dict[str, Any]:
     """Return the arguments of timm's `train.py` in the form of timm's config.json."""
-    model_args = dict(args.get('model_kwargs') or {})
+    model_args = dict_in(args, 'model_kwargs')
+    args = plain_items(args)
     for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
         if args.get(name) is not None:
             model_args.setdefault(key, args[name])
     return {
-        'architecture': architecture or args.get('model'),
+        'architecture': args.get('model') if architecture is None else architecture,
         'model_args': model_args,
         'pretrained_cfg': {key: args[key] for key in ('input_size', *CFG) if args.get(key)},
     }
@@ -136,18 +197,25 @@ def _train_config(architecture: Optional[str], args: Dict[str, Any]) -> Dict[str
 
 def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
     """Return architecture, model arguments and the rest of a config.json; its root overrules the inside, as in timm."""
-    architecture, pretrained_cfg = config.get('architecture'), dict(config.get('pretrained_cfg') or {})
+    architecture, pretrained_cfg = config.get('architecture'), dict_in(config, 'pretrained_cfg')
     pretrained_cfg.update((key, config[key]) for key in ('label_names', 'label_descriptions') if key in config)
-    if architecture is not None and not isinstance(architecture, str):
-        raise TypeError('the architecture is not a name')
-    model_args = dict(config.get('model_args') or {})
-    if pretrained_cfg.get('input_size') is not None:
-        chans, *size = pretrained_cfg['input_size']
-        model_args = {'in_chans': chans, 'img_size': size, **model_args}
+    if architecture is not None and not TEXT.accepts(architecture):
+        raise ValueError(f'architecture is {shorten(architecture)}, where {TEXT.expected} was expected')
+    model_args, input_size = dict_in(config, 'model_args'), pretrained_cfg.get('input_size')
+    if input_size is not None:
+        if not isinstance(input_size, (tuple, list)) or len(input_size) != 3:
+            raise ValueError(f'input_size is {shorten(input_size)}, where three whole numbers were expected')
+        model_args = {'in_chans': input_size[0], 'img_size': input_size[1:], **model_args}
     model_args = checked_args(model_args)
     if 'img_size' in model_args:
         model_args['img_size'] = to_2tuple(model_args['img_size'])
     return architecture, model_args, checked_cfg(pretrained_cfg)
+
+
+def _version(path: Path) -> Tuple[int, int, int]:
+    """Return what changes when something else is written to a file, or to its place."""
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _sha256(path: Path) -> str:
@@ -163,14 +231,8 @@ def same_model_folders(one: Path, other: Path) -> bool:
     (tensors, metadata), (other_tensors, other_metadata) = (  # not byte for byte: metadata has no order
         _load(folder / 'model.safetensors') for folder in (one, other))
     texts, other_texts = (
-        {path.name: path.read_bytes() for path in folder.iterdir() if path.name != 'model.safetensors'}
+        {path.name: read_text(path) for path in folder.iterdir() if path.name != 'model.safetensors'}
         for folder in (one, other))
     return (
         texts == other_texts and metadata == other_metadata and tensors.keys() == other_tensors.keys()
         and all(torch.equal(tensor, other_tensors[name]) for name, tensor in tensors.items()))
-
-
-def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, for use in another one."""
-    text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-    return (text.strip() or type(error).__name__).splitlines()[0].rstrip('.')

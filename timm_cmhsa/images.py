@@ -11,7 +11,8 @@ from timm.data import create_transform, get_img_extensions, resolve_data_config
 from torch import nn
 
 from .cmhsa import Cmhsa
-from .files import CheckpointError, one_line
+from .files import CheckpointError
+from .messages import one_line, printable
 
 _logger = logging.getLogger(__name__)
 
@@ -112,11 +113,6 @@ def read_image(file: Path, mode: str) -> Image.Image:
         if max(image.size) > MAX_ASPECT * min(image.size):
             raise ValueError('it is too narrow, {} x {} pixels'.format(*image.size))
         return image.convert(mode)
-
-
-def printable(text: str) -> str:
-    """Return a name of a file as it can be shown: what is no character, or breaks lines, is escaped."""
-    return ''.join(char if char.isprintable() else repr(char)[1:-1] for char in text)
 
 
 def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:

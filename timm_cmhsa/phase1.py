@@ -7,7 +7,9 @@ import torch
 from timm.layers import to_2tuple
 
 from .cmhsa import CmhsaConv
-from .files import CheckpointError, one_line
+from .files import CheckpointError
+from .messages import one_line, shorten_names
+from .untrusted import checked_args
 
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
@@ -25,7 +27,7 @@ def build_phase1(
     """
     known = {key: value for key, value in known.items() if value is not None}
     args = infer_model_args(state_dict, known)
-    name = architecture if timm.is_model(architecture or '') else None
+    name = architecture if architecture in timm.list_models('*cmhsa*') else None
     if 'img_size' not in args:
         name = name or _matching_phase1(to_2tuple(args['patch_size']))
         args['img_size'] = timm.get_pretrained_cfg_value(name, 'input_size')[1:]
@@ -37,7 +39,7 @@ def build_phase1(
             name or 'cmhsa_conv_k3', **args, pretrained_cfg_overlay=overlay, device=torch.device('meta'))
     except ValueError as e:
         raise CheckpointError(str(e)) from e
-    except (TypeError, KeyError, AttributeError, AssertionError, RuntimeError) as e:
+    except Exception as e:  # timm's layers raise many kinds
         raise CheckpointError(f'no phase-1 model can be built with {args}: {one_line(e)}') from e
     _check_tensors(state_dict, model.state_dict())
     model.load_state_dict(state_dict, assign=True)
@@ -49,16 +51,18 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
     _check_phase1(state_dict)
     kernel, embed_dim = state_dict['blocks.0.attn.conv.weight'], len(state_dict['blocks.0.norm1.weight'])
     chans = kernel.shape[0]
-    args = {
-        'patch_size': math.isqrt(embed_dim // chans),
-        'in_chans': min(chans, 3),
-        **known,
+    told = {
         'hidden_chans': chans,
         'num_classes': state_dict['head.weight'].shape[0] if 'head.weight' in state_dict else 0,
         'depth': len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
         'mlp_ratio': mlp_ratio(state_dict['blocks.0.mlp.fc1.weight'].shape[0], embed_dim),
         'kernel_size': tuple(kernel.shape[2:]),
     }
+    try:
+        checked_args(told)
+    except ValueError as e:
+        raise CheckpointError(f'the tensors are of no phase-1 model: {e}.') from e
+    args = {'patch_size': math.isqrt(embed_dim // chans), 'in_chans': min(chans, 3), **known, **told}
     if math.prod(to_2tuple(args['patch_size'])) * chans != embed_dim:
         raise CheckpointError(
             f'tokens of width {embed_dim} (blocks.0.norm1.weight) with {chans} channels (blocks.0.attn.conv.weight) '
@@ -85,12 +89,12 @@ def _check_phase1(state_dict: Mapping[str, torch.Tensor]) -> None:
         kinds = {'.rel_pos.zero_key_bias': 'a phase-2 checkpoint, which is converted already',
                  '.attn.qkv.': 'a Vision Transformer such as ViT or DeiT', 'layer1.': 'a ResNet'}
         found = [kind for part, kind in kinds.items() if any(part in name for name in state_dict)]
-        kind = [*found, f'none of ours; it starts with {", ".join(list(state_dict)[:3])}'][0]
+        kind = [*found, f'none of ours; it holds {shorten_names(state_dict)}'][0]
         raise CheckpointError(f'not a phase-1 checkpoint (cmhsa_conv_*): it looks like {kind}.')
     needed = {'blocks.0.attn.conv.weight': 4, 'blocks.0.mlp.fc1.weight': 2, 'blocks.0.norm1.weight': 1}
     missing = [name for name in needed if name not in state_dict]
     if missing:
-        raise CheckpointError(f'the phase-1 checkpoint has missing keys: {", ".join(missing)}.')
+        raise CheckpointError(f'the phase-1 checkpoint has missing keys: {shorten_names(missing)}.')
     for name, ndim in {**needed, 'head.weight': 2}.items():
         tensor = state_dict.get(name)
         if tensor is not None and (tensor.ndim != ndim or not tensor.numel()):
@@ -101,7 +105,7 @@ def _check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str
     missing, unexpected = expected.keys() - state_dict.keys(), state_dict.keys() - expected.keys()
     for what, names in (('missing', missing), ('unexpected', unexpected)):
         if names:
-            raise CheckpointError(f'the phase-1 checkpoint has {what} keys: {", ".join(sorted(names))}.')
+            raise CheckpointError(f'the phase-1 checkpoint has {what} keys: {shorten_names(names)}.')
     for name, tensor in state_dict.items():
         if tensor.shape != expected[name].shape:
             raise CheckpointError(

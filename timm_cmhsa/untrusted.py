@@ -6,17 +6,22 @@ file tells reaches timm but through `checked_args` and `checked_cfg`, and no mod
 are known to be those of the tensors (`build_model`).
 """
 import math
-import reprlib
-from typing import Any, Callable, Dict, Mapping, NamedTuple
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
 
 import timm
 import torch
 from timm.layers import get_act_layer, get_norm_layer, to_2tuple
 from torch import nn
 
+from .messages import shorten
 from .rel_pos import ENCODINGS
 
-MAX_TOKENS = 2 ** 16  # of an image; more would attend for hours
+MAX_TOKENS = 2 ** 14  # of an image: one head's attention takes 1 GB then
+MAX_VALUES = 2 ** 26  # of an image
+REAL = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool)
+TOKEN_NORMS = ('layernorm', 'layernormfp32', 'rmsnorm', 'rmsnormfp32', 'simplenorm', 'simplenormfp32')
 
 
 class Rule(NamedTuple):
@@ -57,31 +62,38 @@ def _one_of(*choices: Any) -> Rule:
         lambda value: isinstance(value, (str, bool)) and value in choices, f'one of {", ".join(map(repr, choices))}')
 
 
-def _known_to(find: Callable[[str], Any], what: str) -> Rule:
+def _known_to(find: Callable[[str], Any], what: str, *, among: Optional[Sequence[str]] = None) -> Rule:
     def accepts(value: Any) -> bool:
         try:
-            return isinstance(value, str) and value.isidentifier() and find(value) is not None
+            return (
+                isinstance(value, str) and value.isidentifier() and (among is None or value in among)
+                and find(value) is not None)
         except KeyError:
             return False
     return Rule(accepts, f"the name of one of timm's {what} layers")
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and len(value) <= 1000 and not any('\ud800' <= char <= '\udfff' for char in value)
 
 
 def _either(one: Rule, other: Rule) -> Rule:
     return Rule(lambda value: one.accepts(value) or other.accepts(value), f'{one.expected} or {other.expected}')
 
 
-_TEXT = Rule(lambda value: isinstance(value, str) and len(value) <= 1000, 'a text of at most 1000 characters')
+TEXT = Rule(_is_text, 'a text of at most 1000 characters')
 _HEADS = _int(0, 10_000)
 _RATE = _number(0, 1)
 
 ARGS: Dict[str, Rule] = {
-    'img_size': _size(2 ** 13), 'patch_size': _size(2 ** 10), 'kernel_size': _size(255),
+    'img_size': _size(2 ** 12), 'patch_size': _size(2 ** 10), 'kernel_size': _size(255),
     'in_chans': _int(1, 1000), 'hidden_chans': _int(1, 10_000), 'num_classes': _int(0, 10 ** 6),
-    'depth': _int(1, 1000), 'mlp_ratio': _number(0, 1000),
+    'depth': _int(1, 200), 'mlp_ratio': _number(0, 1000),
     'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, 10 ** 5),
     'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS),
     'global_pool': _one_of('', 'avg', 'avgmax', 'max', 'map', 'prr'),
-    'fc_norm': _one_of(True, False), 'norm_layer': _known_to(get_norm_layer, 'normalization'),
+    'fc_norm': _one_of(True, False), 'norm_layer': _known_to(
+        get_norm_layer, 'normalization', among=TOKEN_NORMS),
     'act_layer': _known_to(get_act_layer, 'activation'),
     'drop_rate': _RATE, 'proj_drop_rate': _RATE, 'attn_drop_rate': _RATE, 'drop_path_rate': _RATE,
 }
@@ -89,9 +101,9 @@ CFG: Dict[str, Rule] = {
     'mean': _list_of(_number(-1e3, 1e3), 1000), 'std': _list_of(_number(1e-6, 1e3), 1000),
     'interpolation': _one_of('bicubic', 'bilinear', 'nearest', 'lanczos', 'hamming', 'box'),
     'crop_pct': _number(0.1, 10), 'crop_mode': _one_of('center', 'squash', 'border'),
-    'label_names': _list_of(_TEXT, 10 ** 6), 'license': _TEXT,
+    'label_names': _list_of(TEXT, 10 ** 6), 'license': TEXT,
     'label_descriptions': Rule(
-        lambda value: isinstance(value, dict) and all(_TEXT.accepts(x) for item in value.items() for x in item),
+        lambda value: isinstance(value, dict) and all(TEXT.accepts(x) for item in value.items() for x in item),
         'a text for every name'),
 }
 
@@ -111,9 +123,12 @@ def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
         ValueError: If one has a type or value that no model can have.
     """
     args = _checked(told, ARGS)
-    sides = zip(to_2tuple(args.get('img_size', 1)), to_2tuple(args.get('patch_size', 1)))
+    size = to_2tuple(args.get('img_size', 1))
+    sides = zip(size, to_2tuple(args.get('patch_size', 1)))
     if 'patch_size' in args and math.prod(side // patch for side, patch in sides) > MAX_TOKENS:
         raise ValueError(f"an image of {args['img_size']} has too many patches of {args['patch_size']}")
+    if math.prod(size) * args.get('in_chans', 1) > MAX_VALUES:
+        raise ValueError(f"an image of {args['img_size']} with {args.get('in_chans', 1)} channels is too large")
     return args
 
 
@@ -124,6 +139,28 @@ def checked_cfg(told: Mapping[str, Any]) -> Dict[str, Any]:
         ValueError: If something has a type or value that it cannot have.
     """
     return _checked(told, CFG)
+
+
+def checked_tensors(told: Mapping[Any, Any], most_bytes: int) -> Dict[str, torch.Tensor]:
+    """Return copies in memory of all tensors.
+
+    Raises:
+        ValueError: If something else is among them, one is not dense, real and on the CPU, or all together are larger
+            than the file, of `most_bytes`, that they come from.
+    """
+    for name, tensor in told.items():
+        if type(name) is not str or not isinstance(tensor, torch.Tensor):
+            raise ValueError(f'{shorten(name)} is a {type(tensor).__name__}')
+        if tensor.layout is not torch.strided or tensor.device.type != 'cpu' or tensor.dtype not in REAL:
+            raise ValueError(
+                f'{shorten(name)} is of {tensor.layout} and {tensor.dtype} on {tensor.device}, where a dense tensor of '
+                'real numbers in memory was expected')
+    total = sum(math.prod(tensor.shape) * tensor.element_size() for tensor in told.values())
+    if total > most_bytes:  # expanded, or several views of the same
+        raise ValueError(f'its tensors take {total} bytes, the file {most_bytes}')
+    return {
+        name: tensor.detach().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for name, tensor in told.items()}
 
 
 def build_model(
@@ -151,6 +188,27 @@ def build_model(
     return model.eval()
 
 
-def shorten(value: Any) -> str:
-    """Return a value of a file as it may be printed: escaped, in one line, and short."""
-    return reprlib.repr(value).encode('ascii', 'backslashreplace').decode()
+def as_dict(told: Dict[Any, Any]) -> Dict[Any, Any]:
+    """Return a dictionary without the methods of its own that a pickle can give to an OrderedDict."""
+    return dict(dict.items(told))
+
+
+def dict_in(told: Mapping[str, Any], name: str) -> Dict[str, Any]:
+    """Return a copy of the dictionary of this name, empty where there is none.
+
+    Raises:
+        ValueError: If it is something else.
+    """
+    value = told.get(name)
+    if value is not None and type(value) is not dict:
+        raise ValueError(f'{name} is {shorten(value)}, where a dictionary was expected')
+    return dict(value or {})
+
+
+def plain_items(told: Mapping[Any, Any]) -> Dict[str, Any]:
+    """Return the items that are numbers, texts, and short lists of these, and leave out all others."""
+    def is_plain(value: Any) -> bool:
+        return value is None or type(value) in (bool, int, float) or TEXT.accepts(value)
+    return {
+        name: value for name, value in told.items() if type(name) is str and (
+            is_plain(value) or (type(value) in (list, tuple) and len(value) <= 1000 and all(map(is_plain, value))))}

@@ -17,8 +17,9 @@ from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
 from ..cmhsa import Cmhsa
 from ..destination import FILE_SUFFIXES, check_destination, whole_or_nothing
-from ..files import CheckpointError, one_line
+from ..files import CheckpointError, read_text
 from ..images import data_config
+from ..messages import one_line
 from ..version import __version__
 from .card import model_card
 from .errors import HubError, find_token, hub_errors, without_credentials
@@ -231,7 +232,7 @@ def push_folder_to_hub(
     missing = {'config.json', 'model.safetensors'} - {path.name for path in paths}
     if missing:
         raise CheckpointError(f'{folder} has no {min(missing)}: give a folder that holds a model.')
-    if _architecture_and_classes((folder / 'config.json').read_bytes()) is None:
+    if _architecture_and_classes(read_text(folder / 'config.json')) is None:
         raise CheckpointError(f'{folder}/config.json does not describe a model: give a folder that holds one.')
     token = find_token()
     if token is None:
@@ -292,7 +293,7 @@ def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]
     """Refuse to replace another model, of another architecture or number of classes."""
     if 'config.json' not in names and not any(_is_weights(name) for name in names):
         return
-    ours = _architecture_and_classes((folder / 'config.json').read_bytes())
+    ours = _architecture_and_classes(read_text(folder / 'config.json'))
     theirs = _architecture_and_classes(_read_remote(api, info, 'config.json')) if 'config.json' in names else None
     if theirs is None or ours != theirs:
         what = 'of unknown architecture' if theirs is None else f'{theirs[0]} with {theirs[1]} classes'
@@ -305,5 +306,5 @@ def _architecture_and_classes(config: bytes) -> Any:
     try:
         content = json.loads(config)
         return content['architecture'], content['num_classes']
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None

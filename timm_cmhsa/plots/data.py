@@ -12,9 +12,9 @@ from torch import nn
 
 from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
 from ..files import CheckpointError, read_checkpoint
-from ..images import printable
+from ..messages import printable, shorten
 from ..rel_pos import QuadraticRelPos
-from ..untrusted import build_model, checked_args, shorten
+from ..untrusted import build_model, checked_args
 
 BATCH_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
 MAX_WEIGHTS = 2 ** 30  # of all layers and one image: 4 GB
@@ -58,7 +58,7 @@ def load_model(
     name = model or checkpoint.architecture
     if name is None:
         raise CheckpointError(f'{path} does not tell which model it is of: give its name, model=NAME.')
-    if not timm.is_model(name):
+    if name not in timm.list_models():
         raise CheckpointError(f'{path}: {shorten(name)} is no model that timm knows: give its name, model=NAME.')
     if not timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.'):
         raise CheckpointError(
@@ -72,8 +72,8 @@ def load_model(
         classifier = checkpoint.state_dict.get(f"{timm.get_pretrained_cfg_value(name, 'classifier')}.weight")
         args['num_classes'] = 0 if classifier is None else len(classifier)
         return build_model(name, args, checkpoint.pretrained_cfg, checkpoint.state_dict)
-    except (RuntimeError, TypeError, ValueError, AssertionError, KeyError, AttributeError) as e:
-        reason = textwrap.shorten(str(e), 300, placeholder='...')
+    except Exception as e:  # timm's layers raise many kinds
+        reason = printable(textwrap.shorten(str(e), 300, placeholder='...'))
         raise CheckpointError(f'{path} cannot be loaded as {name} with {args}: {reason}') from e
 
 

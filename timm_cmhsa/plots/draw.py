@@ -9,8 +9,8 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from ..destination import remove_leftovers, temporary_folder
-from ..files import one_line
 from ..images import choose_images, evenly_spaced, to_pixels
+from ..messages import one_line
 from .data import (
     PathLike,
     PlotError,
