@@ -535,7 +535,7 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     (['--push-to-hub', 'alice/net', '--create-pr', '--revision', 'v2'], 'a pull request is always to the main branch'),
     (['--push-to-hub', 'alice/net', '--commit-message', ''], 'must not be empty'),
     (['--push-to-hub', 'alice/net', '--label-names', 'empty.txt'], 'is empty'),
-    (['--push-to-hub', 'alice/net', '--label-names', 'none.txt'], 'No such file'),
+    (['--push-to-hub', 'alice/net', '--label-names', 'none.txt'], 'does not exist or is not a file'),
     (['--push-to-hub', 'alice/net', '--label-names', 'two.txt'], '3 classes, where 2'),
     (['--push-to-hub', 'alice/net', '--label-names', 'twice.txt'], "'a' was given more than once"),
     (['--push-to-hub', 'alice/net', '--label-names', 'gap.txt'], 'an empty line'),

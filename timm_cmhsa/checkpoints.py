@@ -16,7 +16,7 @@ from .destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
 from .files import CheckpointError, read_checkpoint
 from .hub.download import PREFIXES, download
 from .images import read_folder
-from .messages import one_line
+from .messages import one_line, printable
 from .patches import Size2d
 from .phase1 import DTYPES, build_phase1
 from .report import ConversionReport
@@ -140,7 +140,7 @@ def load_phase1(
         img_size_source = f"default of {model.pretrained_cfg['architecture']}"
     source = {
         **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
-        'Checkpoint': str(src) if str(src).startswith(PREFIXES) else Path(src).name,  # its folder is private
+        'Checkpoint': str(src) if str(src).startswith(PREFIXES) else printable(Path(src).name),  # its folder is private
         'Token mixer': '{} x {} convolution'.format(*model.blocks[0].attn.conv.kernel_size),
         'SHA-256': checkpoint.sha256,
     }
@@ -226,7 +226,7 @@ def training_details(args: Mapping[str, Any]) -> Dict[str, str]:
     """Return those of train.py's arguments that say how a model was trained, without the ones that are off."""
     known = {name: args.get(name) for name in TRAINING_ARGS}
     return {
-        name.replace('_', '-'): ' '.join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        name.replace('_', '-'): printable(' '.join(map(str, value if isinstance(value, (list, tuple)) else [value])))
         for name, value in known.items() if value not in (None, False, 0, '', [])}
 
 

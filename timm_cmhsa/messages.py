@@ -8,7 +8,8 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 100
 
 def shorten(value: Any) -> str:
     """Return a value as it may be printed."""
-    return printable(_repr.repr(value))
+    text = printable(_repr.repr(value))
+    return text if len(text) <= 200 else f'{text[:200]}...'
 
 
 def shorten_names(names: Iterable[str]) -> str:
