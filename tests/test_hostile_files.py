@@ -4,9 +4,11 @@ import codecs
 import io
 import json
 import os
+import re
 import struct
 import zipfile
 from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -348,3 +350,11 @@ def test_label_names_and_results_that_are_none(tmp_path):
 def test_what_is_printed_of_a_file_is_short_and_in_one_line(value, expected):
     assert shorten(value).isprintable()
     assert len(shorten(value)) <= expected
+
+
+def test_every_test_that_the_promises_name_is_there():
+    root = Path(__file__).parents[1]
+    named = re.findall(r'`(tests/\w+\.py)::(\w+)`', (root / 'SECURITY.md').read_text(encoding='utf-8'))
+    assert len(named) > 10
+    for file, name in named:
+        assert f'\ndef {name}(' in (root / file).read_text(encoding='utf-8'), (file, name)

@@ -53,8 +53,8 @@ def _size(high: int) -> Rule:
 
 def _list_of(rule: Rule, most: int) -> Rule:
     return Rule(
-        lambda value: isinstance(value, (tuple, list)) and len(value) <= most and all(map(rule.accepts, value)),
-        f'a list of at most {most}, each {rule.expected}')
+        lambda value: isinstance(value, (tuple, list)) and 0 < len(value) <= most and all(map(rule.accepts, value)),
+        f'a list of 1 to {most}, each {rule.expected}')
 
 
 def _one_of(*choices: Any) -> Rule:
