@@ -259,6 +259,7 @@ ODD_CONFIGS = {
     **{f'architecture = {name:.20}': json.dumps({'architecture': name}).encode() for name in ('x' * 10 ** 6, '\ud800')},
     **{f'input_size = {value!r:.20}': json.dumps({'pretrained_cfg': {'input_size': value}}).encode() for value in (
         3, [3], [3, 1e999, 8], [3, [8, 8], 8], {'a': 1, 'b': 2, 'c': 3})},
+    'no means': b'{"pretrained_cfg": {"mean": []}}',
     **{f'{name} = {value!r:.20}': json.dumps({'model_args': {name: value}}).encode() for name, value in {
         'img_size': float('nan'), 'patch_size': -1, 'in_chans': 10 ** 30, 'norm_layer': 'batchnorm2d',
         'act_layer': '__import__', 'global_pool': {}, 'num_heads': [[]]}.items()},

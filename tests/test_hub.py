@@ -571,7 +571,7 @@ def test_options_of_the_hub_need_it(arguments, folder, capsys):
     ('hf-hub:alice/light', 'has no model.safetensors or'),
     ('hf-hub:a b/c', "a b/c: Repo id"),
     ('hf-hub:alice', 'expected hf-hub:USER/NAME'),
-    ('hf-hub:alice/broken', 'is truncated or not a safetensors file'),
+    ('hf-hub:alice/broken', 'is truncated, corrupt or not a safetensors file'),
 ])
 def test_sources_on_the_hub_that_cannot_be_read(source, said, hub, folder, capsys):
     for name in ('net', 'empty', 'light', 'broken'):
