@@ -302,3 +302,16 @@ def test_what_would_take_longer_is_not_absorbed(head_dim, grid_size):
     """Thin heads; and heads that are a little thinner than tokens, where attention itself costs most."""
     attn = random_attention(12, grid_size, head_dim=head_dim)
     assert attn.fuse() is attn
+
+
+def test_every_form_scales_alike():
+    x = torch.randn(2, 16, 12)
+    attn = RelPosAttention(12, 4, num_heads=3, head_dim=12)
+    nn.init.normal_(attn.qkv.weight)
+    attn.scale = 0.5
+    outputs = []
+    for attn.fused_attn, attn.absorb, attn.chunk_size in (
+            (False, False, None), (True, False, None), (True, True, None), (True, False, 5)):
+        outputs.append(attn.train()(x))
+    for output in outputs[1:]:
+        torch.testing.assert_close(output, outputs[0], atol=1e-5, rtol=1e-5)

@@ -1,6 +1,8 @@
 """A phase-1 model in memory becomes the phase-2 model that computes the same, and the difference is measured."""
 import copy
+import random
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -8,7 +10,15 @@ from hypothesis import given, strategies as st
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import CmhsaAttn, CmhsaConv, convert_model, convert_state_dict, verify
+from timm_cmhsa import (
+    CmhsaAttn,
+    CmhsaConv,
+    attend_convs,
+    conv2d_to_attention,
+    convert_model,
+    convert_state_dict,
+    verify,
+)
 
 SMALL = dict(img_size=16, patch_size=4, depth=2, num_classes=5)
 
@@ -145,3 +155,38 @@ def test_verification_takes_models_as_they_are_and_leaves_them_so():
     with pytest.raises(AssertionError):
         verify(model, converted, torch.randn(4, 3, 20, 20))
     assert not any(block.attn._forward_hooks for block in model.blocks)
+
+
+def test_what_was_changed_in_the_model_goes_along():
+    model = create()
+    expected = model(torch.randn(2, 3, 16, 16))
+    model.blocks[1].norm2.eps = 0.5
+    model.blocks[0].mlp.act = nn.Tanh()
+    model.head_drop = nn.Hardtanh(-1e-3, 1e-3)
+    assert error(model, convert_model(model)) <= 2e-6
+    assert not torch.allclose(model(torch.randn(2, 3, 16, 16)), expected)
+
+
+def test_what_attention_would_drop_is_refused():
+    model = create()
+    model.extra = nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match='extra is in one of CmhsaConv and cmhsa_attn only'):
+        convert_model(model)
+    model = create()
+    model.blocks[1].attn.register_forward_hook(lambda module, args, output: 2 * output)
+    with pytest.raises(ValueError, match=r'blocks\.1\.attn has hooks or another forward'):
+        convert_model(model)
+
+
+@pytest.mark.parametrize('rewrite', [
+    convert_model, lambda model: convert_state_dict(model.state_dict(), img_size=16),
+    lambda model: conv2d_to_attention(model.blocks[0].attn.conv, 4, 4, num_heads=12, rel_pos='quadratic'),
+    lambda model: attend_convs(nn.Sequential(copy.deepcopy(model.blocks[0].attn.conv)), input_size=(3, 8, 8))])
+def test_random_numbers_of_others_are_as_if_nothing_had_been_converted(rewrite):
+    model = create()
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first, second = rewrite(model), rewrite(model)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == states[1:]
+    first, second = (each if isinstance(each, dict) else each.state_dict() for each in (first, second))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())

@@ -92,3 +92,24 @@ def test_what_cannot_be_pruned_is_told_and_left_as_it_was():
     with pytest.raises(ValueError, match=r'All 4 heads of blocks\.1\.attn are degenerate'):
         prune_degenerate_heads(model)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize('name', ['test_pixel_attn', 'test_cmhsa_attn'])
+def test_heads_that_cannot_be_pruned_are_kept(name):
+    model = timm.create_model(name, rel_pos='table').eval()
+    x = torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    with pytest.raises(ValueError, match=r"rel_pos='table' cannot lose heads"):
+        model.blocks[0].attn.keep_heads([0])
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize('name', ['test_pixel_attn', 'test_cmhsa_attn'])
+def test_pruning_twice_is_pruning_once(name):
+    model = degenerate_model(name, num_heads=4)
+    assert any(prune_degenerate_heads(model).values())
+    before, x = model.model_args(), torch.randn(2, 3, 32, 32)
+    expected = model(x)
+    assert not any(prune_degenerate_heads(model).values())
+    assert model.model_args() == before
+    assert torch.equal(model(x), expected)

@@ -18,7 +18,7 @@ from .efficient import (
     multiplications,
 )
 from .patches import Size2d
-from .rel_pos import Mask, OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import Mask, OnGrid, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -86,12 +86,12 @@ class RelPosAttention(OnGrid, Attention):
         self.absorb, self.chunk_size = self.default_form()
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         for linear in (self.qkv, self.proj):
-            nn.init.trunc_normal_(linear.weight, std=.02)
+            nn.init.trunc_normal_(linear.weight, std=.02, generator=generator)
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
-        self.rel_pos.reset_parameters()
+        self.rel_pos.reset_parameters(generator)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
         if grid_size != self.grid_size:
@@ -110,11 +110,12 @@ class RelPosAttention(OnGrid, Attention):
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])  # the zero key
         dropout_p = self.attn_drop.p if self.training else 0.
         if not torch.jit.is_scripting() and self.can_chunk(attn_mask, is_causal):
-            x = chunked_attention(q, k, v, self.rel_pos, self.chunk_size, dropout_p)
+            x = chunked_attention(q, k, v, self.rel_pos, self.chunk_size, self.scale, dropout_p)
         else:
             attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
             if self.fused_attn and not is_onnx_export():
-                x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p)
+                x = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=self.scale)
             else:
                 attn = (q * self.scale) @ k.transpose(-2, -1) + attn_bias
                 attn = attn.softmax(dim=-1)
@@ -159,14 +160,13 @@ class RelPosAttention(OnGrid, Attention):
 
     def keep_heads(self, heads: List[int]) -> None:
         """Remove all other heads. Needs a quadratic encoding."""
-        assert isinstance(self.rel_pos, QuadraticRelPos)
+        self.rel_pos.keep_heads(heads)
         dim = self.qkv.in_features
         weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, dim)[:, heads].flatten(0, 2)
         bias = None if self.qkv.bias is None else self.qkv.bias.view(3, self.num_heads, self.head_dim)[:, heads]
         out_weight = self.proj.weight.view(-1, self.num_heads, self.head_dim)[:, heads].flatten(1)
         replace_weight(self.qkv, weight, None if bias is None else bias.flatten())
         replace_weight(self.proj, out_weight, self.proj.bias)
-        self.rel_pos.keep_heads(heads)
         self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
         self.absorb, self.chunk_size = self.default_form()
 

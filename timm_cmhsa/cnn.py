@@ -90,15 +90,17 @@ class AttendedConv2d(nn.Module):
             conv: nn.Conv2d,
             map_size: Tuple[int, ...],
             out_size: Tuple[int, ...],
-            patch_size: Size2d = 1,
-            rel_pos: str = 'table',
+            patch_size: Size2d,
+            rel_pos: str,
+            generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.map_size, self.out_size = (map_size[0], map_size[1]), (out_size[0], out_size[1])
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
         self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
         head_dim = _cheapest_head_dim(conv, self.patch_size, self.grid_size)
-        self.attn = rewrite(conv, self.patch_size, self.grid_size, HeadOptions(head_dim=head_dim, rel_pos=rel_pos))
+        options = HeadOptions(head_dim=head_dim, rel_pos=rel_pos)
+        self.attn = rewrite(conv, self.patch_size, self.grid_size, options, generator)
         self.attn.requires_grad_(conv.weight.requires_grad).train(conv.training)
         if conv.bias is not None:
             self.attn.proj.bias.requires_grad_(conv.bias.requires_grad)
@@ -180,13 +182,14 @@ def attend_convs(
 
     owners = Counter(id(parameter) for module in model.modules() for parameter in module._parameters.values())
     attended: Dict[nn.Module, AttendedConv2d] = {}
+    generator = torch.Generator().manual_seed(0)
     kept: Dict[str, str] = {}
     for name, conv in convs.items():
         try:
             if any(owners[id(parameter)] > 1 for parameter in conv._parameters.values() if parameter is not None):
                 raise ValueError('It shares its weight or bias with another module.')
             if conv not in attended:
-                attended[conv] = _attend(conv, shapes[conv], patch_size, rel_pos)
+                attended[conv] = _attend(conv, shapes[conv], patch_size, rel_pos, generator)
         except (ValueError, TypeError) as e:
             kept[name] = str(e)
     if not attended:
@@ -261,7 +264,8 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
     return shapes
 
 
-def _attend(conv: Any, shapes: Shapes, patch_size: int, rel_pos: str) -> AttendedConv2d:
+def _attend(
+        conv: Any, shapes: Shapes, patch_size: int, rel_pos: str, generator: torch.Generator) -> AttendedConv2d:
     if len(shapes) != 1:
         raise ValueError('It is not called.' if not shapes else f'It is called with maps of {len(shapes)} sizes.')
     (in_shape, out_shape), = shapes
@@ -279,12 +283,12 @@ def _attend(conv: Any, shapes: Shapes, patch_size: int, rel_pos: str) -> Attende
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
         conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, *map_size), (1, *out_size), (1, patch_size), rel_pos)
+        return AttendedConv1d(conv, (1, *map_size), (1, *out_size), (1, patch_size), rel_pos, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(map_size, conv.kernel_size, conv.stride, conv.dilation)
         padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
         conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
-    return AttendedConv2d(conv, map_size, out_size, patch_size, rel_pos)
+    return AttendedConv2d(conv, map_size, out_size, patch_size, rel_pos, generator)
 
 
 def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:

@@ -67,6 +67,7 @@ def conv2d_to_attention(
 
     Queries start at zero and keys at random, which gives the same function as both at zero, and lets both learn.
     Heads and head dimensions beyond those needed start like any attention layer's, with a zero output projection.
+    What starts at random has a seed of its own: the same convolution always gives the same attention.
 
     Args:
         conv: Any kernel, dilation, groups and bias; zero or circular padding that keeps the image size (divided by
@@ -98,11 +99,18 @@ def conv2d_to_attention(
         spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
         remedy = 'an odd kernel' if any(span % 2 for span in spans) else f'padding=({spans[0] // 2}, {spans[1] // 2})'
         raise ValueError(f'padding={conv.padding!r} does not keep the size (divided by the stride): use {remedy}.')
-    return rewrite(conv, patch_size, grid_size, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos))
+    options = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
+    return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0))
 
 
 @torch.no_grad()
-def rewrite(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: HeadOptions) -> RelPosAttention:
+def rewrite(
+        conv: nn.Conv2d,
+        patch_size: Size2d,
+        grid_size: Size2d,
+        options: HeadOptions,
+        generator: torch.Generator,
+) -> RelPosAttention:
     """Do what `conv2d_to_attention` does, for padding that need not keep the image size.
 
     Output patches then go on beyond, or end before, the output of the convolution.
@@ -133,7 +141,7 @@ def rewrite(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: Hea
         attn = RelPosAttention(
             dim, grid_size, num_heads, options.head_dim, dim_out=dim_out, rel_pos=options.rel_pos,
             dtype=conv.weight.dtype)
-    attn.to_empty(device='cpu').reset_parameters()
+    attn.to_empty(device='cpu').reset_parameters(generator)
     assert isinstance(attn.rel_pos, OffsetRelPos)
     query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
     output = attn.proj.weight.view(dim_out, num_heads, -1)

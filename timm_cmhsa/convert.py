@@ -1,7 +1,8 @@
 """A phase-1 model in, the phase-2 model that computes the same out; and a measurement of whether it does."""
 import contextlib
+import copy
 from dataclasses import dataclass
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Set
 
 import timm
 import torch
@@ -11,7 +12,8 @@ from torch import nn
 
 from .analysis import eval_mode
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
-from .construction import HeadOptions, conv2d_to_attention, exact_sharpness, plan_heads
+from .construction import HeadOptions, exact_sharpness, plan_heads, rewrite
+from .efficient import is_watched
 from .patches import Size2d
 from .phase1 import build_phase1
 from .untrusted import CFG
@@ -31,8 +33,8 @@ def convert_model(
 ) -> CmhsaAttn:
     """Rewrite a phase-1 model as the phase-2 model that computes the same.
 
-    All else stays as it is: weights, image size, classes, drop rates, preprocessing, device and type. The same model
-    always gives the same result: the random start of keys and spare heads has a fixed seed.
+    All else stays as it is, in copies: layers and what was changed in them, image size, classes, preprocessing, device
+    and type. The same model always gives the same result: the random start of keys and spare heads has a fixed seed.
 
     Args:
         model: A `CmhsaConv`, or a wrapper of one (EMA, DistributedDataParallel, torch.compile).
@@ -48,7 +50,7 @@ def convert_model(
 
     Raises:
         TypeError: If it is not a phase-1 model.
-        ValueError: If there is no such architecture, or no exact rewrite with these heads.
+        ValueError: If there is no such architecture, no exact rewrite with these heads, or something has no place.
     """
     model = unwrap_model(model)
     if not isinstance(model, CmhsaConv):
@@ -66,20 +68,29 @@ def convert_model(
         pretrained_cfg_overlay=_pretrained_cfg(model),
         device=torch.device('meta'),
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
-        for source, block in zip(model.blocks, converted.blocks):
-            attn = conv2d_to_attention(source.attn.conv, source.attn.patch_size, source.attn.grid_size, *heads)
-            attn.attn_drop, attn.proj_drop = block.attn.attn_drop, block.attn.proj_drop
-            block.attn = attn
-    shared = {name: tensor.clone() for name, tensor in model.state_dict().items() if '.attn.conv.' not in name}
-    proj, like = converted.patch_embed.proj, next(model.parameters())
-    proj.to_empty(device=like.device).to(like.dtype)
+    for name, child in model.named_children():
+        if name not in ('patch_embed', 'blocks'):
+            setattr(converted, name, copy.deepcopy(child))
+    generator = torch.Generator().manual_seed(0)
+    for i, source in enumerate(model.blocks):
+        mixer, like = source.attn, converted.blocks[i].attn
+        if is_watched(mixer) or is_watched(mixer.conv):
+            raise ValueError(f'blocks.{i}.attn has hooks or another forward, which attention would drop.')
+        converted.blocks[i] = copy.deepcopy(source)
+        converted.blocks[i].attn = attn = rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, heads, generator)
+        attn.attn_drop, attn.proj_drop = like.attn_drop, like.proj_drop
+    proj, weight = converted.patch_embed.proj, next(model.parameters())
+    proj.to_empty(device=weight.device).to(weight.dtype)
     init_patch_identity(proj)
-    missing, unexpected = converted.load_state_dict(shared, strict=False, assign=True)
-    assert not unexpected
-    assert all('.attn.' in name or name.startswith('patch_embed.') for name in missing)
-    return converted.train(model.training)
+    unplaced = _common_names(model) ^ _common_names(converted)
+    if unplaced:
+        raise ValueError(f'{min(unplaced)} is in one of {type(model).__name__} and {architecture} only.')
+    return converted.requires_grad_(True).train(model.training)
+
+
+def _common_names(model: nn.Module) -> Set[str]:
+    """Return the names of the tensors that both phases have."""
+    return {name for name in model.state_dict() if '.attn.' not in name and not name.startswith('patch_embed.')}
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:

@@ -51,6 +51,7 @@ def chunked_attention(
         v: torch.Tensor,
         rel_pos: RelPos,
         chunk_size: Optional[int],
+        scale: float,
         dropout_p: float = 0.,
 ) -> torch.Tensor:
     """Attend from some queries at a time, so that memory grows with the tokens and not with their square.
@@ -62,7 +63,7 @@ def chunked_attention(
     assert chunk_size is not None
     def attend_from(q: torch.Tensor, start: int) -> torch.Tensor:
         attn_bias = rel_pos.gather_bias(start, start + q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
 
     chunks = [(q[:, :, start:start + chunk_size], start) for start in range(0, q.shape[2], chunk_size)]
     if torch.is_grad_enabled():
@@ -105,17 +106,18 @@ def multi_query_attention(
     `absorb_weights`) and result have shape (B, N, num_heads * (dim + KEY_PADDING)).
     """
     B, N, dim = x.shape
-    key_dim = q.shape[-1] // attn_bias.shape[1]
+    num_heads = attn_bias.shape[1]
+    key_dim = q.shape[-1] // num_heads
     # The first added dimension is the constant one. The others may be one as well: they meet zeros.
     keys = F.pad(F.pad(x, [0, key_dim - dim], value=1.), [0, 0, 0, 1]).unsqueeze(1)
-    q = q.reshape(B, 1, -1, key_dim)
+    q = q.reshape(B, 1, N * num_heads, key_dim)
     attn_bias = attn_bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
     if fused:
         x = F.scaled_dot_product_attention(q, keys, keys, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
     else:
         attn = (q * scale) @ keys.transpose(-2, -1) + attn_bias
         x = attn.softmax(dim=-1) @ keys
-    return x.reshape(B, N, -1)
+    return x.reshape(B, N, num_heads * key_dim)
 
 
 class AbsorbedRelPosAttention(OnGrid, nn.Module):

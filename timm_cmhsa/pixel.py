@@ -19,7 +19,7 @@ from torch import nn
 from .attention import replace_weight
 from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
 from .patches import Size2d
-from .rel_pos import ENCODINGS, Mask, OnGrid, QuadraticRelPos, add_attn_mask, create_rel_pos
+from .rel_pos import ENCODINGS, Mask, OnGrid, add_attn_mask, create_rel_pos
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -68,10 +68,9 @@ class PositionalAttention(OnGrid, nn.Module):
 
     def keep_heads(self, heads: List[int]) -> None:
         """Remove all other heads. Needs a quadratic encoding."""
-        assert isinstance(self.rel_pos, QuadraticRelPos)
+        self.rel_pos.keep_heads(heads)
         weight = self.value.weight.view(-1, self.num_heads, self.proj.in_features)[:, heads].flatten(1)
         replace_weight(self.value, weight, self.value.bias)
-        self.rel_pos.keep_heads(heads)
         self.num_heads = len(heads)
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:

@@ -44,13 +44,17 @@ class RelPos(nn.Module):
         super().__init__()
         self.grid_size, self.num_heads = grid_size, num_heads
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         if self.zero_key_bias is not None:
             nn.init.zeros_(self.zero_key_bias)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         """Change the grid. An offset means the same at any grid size, so it keeps its bias."""
         self.grid_size = grid_size
+
+    def keep_heads(self, heads: List[int]) -> None:
+        """Remove all other heads."""
+        raise ValueError(f'rel_pos={self.name!r} cannot lose heads: only quadratic encodings can.')
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
         """Return the bias of every query and key, the zero key last: (1, num_heads, N, N + 1), or N without zero key.
@@ -67,10 +71,10 @@ class OffsetRelPos(RelPos):
 
     def __init__(self, grid_size: Grid, num_heads: int, device: Any = None) -> None:
         super().__init__(grid_size, num_heads)
-        self._register_offsets(device)
+        self._register_offsets(grid_size, device)
 
-    def _register_offsets(self, device: Any) -> None:
-        height, width = self.grid_size
+    def _register_offsets(self, grid_size: Grid, device: Any) -> None:
+        height, width = grid_size
         rows, cols = torch.arange(1 - height, height, device=device), torch.arange(1 - width, width, device=device)
         offsets = torch.stack(torch.meshgrid(-rows, -cols, indexing='ij'), dim=-1).flatten(0, 1)
         position = (rows[height - 1:, None] * (2 * width - 1) + cols[width - 1:]).flatten()
@@ -78,17 +82,17 @@ class OffsetRelPos(RelPos):
         self.register_buffer('offsets', offsets, persistent=False)
         self.register_buffer('position', position, persistent=False)
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
         self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
         """Fill the buffers that no checkpoint holds, after creation on the meta device (timm's protocol)."""
-        self._register_offsets(next(self.parameters()).device)
+        self._register_offsets(self.grid_size, next(self.parameters()).device)
 
     def set_grid_size(self, grid_size: Grid) -> None:
+        self._register_offsets(grid_size, self.position.device)  # first, as memory may not suffice
         super().set_grid_size(grid_size)
-        self._register_offsets(self.position.device)
 
     def offset_bias(self) -> torch.Tensor:
         """Return the bias of every offset, in the order of `offsets`: shape ((2h - 1) * (2w - 1), num_heads)."""
@@ -131,15 +135,15 @@ class RelPosTable(OffsetRelPos):
         self.zero_key_bias = nn.Parameter(torch.empty(num_heads, **dd)) if zero_key else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
-        nn.init.trunc_normal_(self.relative_position_bias_table, std=.02)
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=.02, generator=generator)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         table = self.relative_position_bias_table
         resized = resize_bias_table(table.detach(), self.grid_size, grid_size)
-        self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
         super().set_grid_size(grid_size)
+        self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
 
     def offset_bias(self) -> torch.Tensor:
         return self.relative_position_bias_table
@@ -173,10 +177,10 @@ class QuadraticRelPos(OffsetRelPos):
         return torch.ones((), device='cpu')
 
     @torch.no_grad()
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
-        nn.init.normal_(self.center, std=math.sqrt(2))
-        nn.init.normal_(self.inv_std, std=.01).add_(self.unit_inv_std().to(self.inv_std))
+        nn.init.normal_(self.center, std=math.sqrt(2), generator=generator)
+        nn.init.normal_(self.inv_std, std=.01, generator=generator).add_(self.unit_inv_std().to(self.inv_std))
 
     def inv_covariance(self) -> torch.Tensor:
         """Return the inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""
@@ -200,7 +204,6 @@ class QuadraticRelPos(OffsetRelPos):
         self.zero_key_bias[head] = -sharpness / 2
 
     def keep_heads(self, heads: List[int]) -> None:
-        """Remove all other heads."""
         self.num_heads = len(heads)
         for name, parameter in list(self.named_parameters()):
             setattr(self, name, nn.Parameter(parameter.detach()[heads], requires_grad=parameter.requires_grad))
@@ -236,16 +239,18 @@ class LearnedRelPos(OffsetRelPos):
         self.zero_key_bias = nn.Parameter(torch.empty(num_heads, **dd)) if zero_key else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
-        nn.init.normal_(self.row_embed)
-        nn.init.normal_(self.col_embed)
-        nn.init.normal_(self.head_vector, std=self.head_vector.shape[1] ** -0.5)  # for biases of about 1
+        nn.init.normal_(self.row_embed, generator=generator)
+        nn.init.normal_(self.col_embed, generator=generator)
+        nn.init.normal_(  # for biases of about 1
+            self.head_vector, std=self.head_vector.shape[1] ** -0.5, generator=generator)
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        self.row_embed = _resize_embed_parameter(self.row_embed, grid_size[0])
-        self.col_embed = _resize_embed_parameter(self.col_embed, grid_size[1])
+        row_embed = _resize_embed_parameter(self.row_embed, grid_size[0])
+        col_embed = _resize_embed_parameter(self.col_embed, grid_size[1])
         super().set_grid_size(grid_size)
+        self.row_embed, self.col_embed = row_embed, col_embed
 
     def offset_bias(self) -> torch.Tensor:
         half = self.row_embed.shape[1]
@@ -271,15 +276,16 @@ class LearnedContentRelPos(RelPos):
         self.zero_key_bias = nn.Parameter(torch.empty(num_heads, **dd)) if zero_key else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
-        nn.init.normal_(self.row_embed)
-        nn.init.normal_(self.col_embed)
+        nn.init.normal_(self.row_embed, generator=generator)
+        nn.init.normal_(self.col_embed, generator=generator)
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        self.row_embed = _resize_embed_parameter(self.row_embed, grid_size[0])
-        self.col_embed = _resize_embed_parameter(self.col_embed, grid_size[1])
+        row_embed = _resize_embed_parameter(self.row_embed, grid_size[0])
+        col_embed = _resize_embed_parameter(self.col_embed, grid_size[1])
         super().set_grid_size(grid_size)
+        self.row_embed, self.col_embed = row_embed, col_embed
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
         assert q is not None
@@ -290,8 +296,8 @@ class LearnedContentRelPos(RelPos):
         # embeddings of all keys' rows and columns, for every row and column of a query
         row_embed = self.row_embed.unfold(0, height, 1).flip(-1)
         col_embed = self.col_embed.unfold(0, width, 1).flip(-1)
-        row = torch.einsum('bnhwd,hdk->bnhwk', q[..., :half].reshape(B, H, height, width, -1), row_embed)
-        col = torch.einsum('bnhwd,wdk->bnhwk', q[..., half:].reshape(B, H, height, width, -1), col_embed)
+        row = torch.einsum('bnhwd,hdk->bnhwk', q[..., :half].reshape(B, H, height, width, half), row_embed)
+        col = torch.einsum('bnhwd,wdk->bnhwk', q[..., half:].reshape(B, H, height, width, D - half), col_embed)
         bias = (row.unsqueeze(-1) + col.unsqueeze(-2)).reshape(B, H, N, N)
         zero_key_bias = self.zero_key_bias
         if zero_key_bias is not None:
