@@ -12,8 +12,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import AttentionExtract, reparameterize_model
 from torch import nn
 
-from timm_cmhsa import CmhsaAttn, CmhsaConv, conv2d_to_attention, patchify, save_for_hub, unpatchify
+from timm_cmhsa import CmhsaAttn, CmhsaConv, PatchConv2d, conv2d_to_attention, patchify, save_for_hub, unpatchify
 from timm_cmhsa.construction import plan_heads
+from timm_cmhsa.rel_pos import ENCODINGS
 
 CONV, ATTN, PIXEL = 'test_cmhsa_conv_k3', 'test_cmhsa_attn', 'test_pixel_attn'
 TINY = [CONV, ATTN, PIXEL]
@@ -300,9 +301,35 @@ def test_set_input_size_refuses_what_cannot_be(name):
     with pytest.raises(ValueError, match='would change the width of a token'):
         model.set_input_size(patch_size=8)
     assert model(images()).shape == (2, 1000)
+    for size in (48., (32, 48.), (32, 32, 32), '32', float('nan')):
+        with pytest.raises(ValueError, match='one or two whole numbers'):
+            model.set_input_size(size)
     model.set_input_size(patch_size=4)
     model.set_input_size()
     assert model(images()).shape == (2, 1000)
+
+
+@pytest.mark.parametrize('rel_pos', ENCODINGS)
+def test_a_size_that_memory_does_not_hold_leaves_the_model_as_it_was(rel_pos):
+    model = timm.create_model(PIXEL, rel_pos=rel_pos, depth=2).eval()
+    model.blocks[0].attn = PatchConv2d(48, 4, 8)  # which any grid suits
+    expected, x = model(x := images()), x
+    with pytest.raises(RuntimeError, match=r'memory|overflow|too large'):
+        model.set_input_size(2 ** (25 if rel_pos.startswith('quadratic') or rel_pos == 'table' else 48))
+    assert torch.equal(model(x), expected)
+
+
+@pytest.mark.parametrize('fused', [True, False])
+@pytest.mark.parametrize(('name', 'kwargs', 'form'), [
+    (CONV, {}, {}), (ATTN, {}, dict(absorb=True)), (ATTN, {}, dict(chunk_size=5)), (PIXEL, {}, {}),
+    *((name, dict(rel_pos=rel_pos), {}) for name in (ATTN, PIXEL) for rel_pos in ('quadratic_gen', 'learned_content'))])
+def test_a_batch_of_no_images(name, kwargs, form, fused):
+    set_fused_attn(fused)
+    model = timm.create_model(name, depth=1, **kwargs)
+    vars(model.blocks[0].attn).update(form)
+    model(images(batch=0)).sum().backward()
+    for eval_model in (model.eval(), reparameterize_model(model)):
+        assert eval_model(images(batch=0)).shape == (0, 1000)
 
 
 def test_pretrained_weights_adapt_to_channels_classes_and_size(tmp_path):

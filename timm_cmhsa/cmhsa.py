@@ -7,6 +7,7 @@ a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
 import math
+from numbers import Integral
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
@@ -119,6 +120,7 @@ class Cmhsa(VisionTransformer):
 
         Raises:
             ValueError: If the image is not divisible by the patch, or the patch size would change.
+            RuntimeError: If there is no memory for so many offsets. In both cases the model is left as it was.
         """
         if patch_size is not None and to_2tuple(patch_size) != self.patch_embed.patch_size:
             raise ValueError(
@@ -126,12 +128,23 @@ class Cmhsa(VisionTransformer):
                 f'create a new model with that patch_size instead.')
         if img_size is not None:
             _check_divisible(img_size, self.patch_embed.patch_size)
+        old_size = self.patch_embed.img_size
         super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
-        for block in self.blocks:
-            block.attn.set_grid_size(self.patch_embed.grid_size)
+        try:
+            for block in self.blocks:
+                block.attn.set_grid_size(self.patch_embed.grid_size)
+        except RuntimeError:
+            self.set_input_size(old_size)  # what has grown is cropped again
+            raise
+
+    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
+        return x  # There is none to add, and timm's way to do so fails for a batch of no images.
 
 
 def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
+    for name, sides in (('img_size', to_2tuple(img_size)), ('patch_size', to_2tuple(patch_size))):
+        if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
+            raise ValueError(f'{name}={sides} must be one or two whole numbers, height and width.')
     for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)):
         if patch < 1 or size < patch or size % patch:
             raise ValueError(

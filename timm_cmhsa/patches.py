@@ -79,4 +79,4 @@ class PatchReshape(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         B, _, H, W = x.shape
         x = patchify(F.pad(x, [0, 0, 0, 0, 0, self.extra_chans]), self.patch_size)
-        return x.transpose(1, 2).reshape(B, -1, H // self.patch_size[0], W // self.patch_size[1])
+        return x.transpose(1, 2).reshape(B, x.shape[2], H // self.patch_size[0], W // self.patch_size[1])
