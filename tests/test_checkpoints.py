@@ -1,5 +1,6 @@
 """Checkpoint files in, verified checkpoint files out, by the function and by the command."""
 import argparse
+import hashlib
 import itertools
 import json
 import os
@@ -14,13 +15,14 @@ import timm
 import torch
 from hypothesis import given, strategies as st
 from PIL import Image
-from timm.models import load_checkpoint
+from timm.models import generate_default_cfgs, load_checkpoint, register_model
 from timm.optim import create_optimizer_v2
 from timm.utils import CheckpointSaver, ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict
+from timm_cmhsa import CheckpointError, CmhsaConv, VerificationError, convert_checkpoint, convert_state_dict
 from timm_cmhsa.cli import convert_main as main
+from timm_cmhsa.cmhsa import cfg, create_cmhsa
 from timm_cmhsa.phase1 import mlp_ratio
 
 CONV, ATTN = 'cmhsa_conv_k3', 'cmhsa_attn'
@@ -250,6 +252,9 @@ def test_resolution_change_keeps_the_function(src, conv_model, tmp_path):
 @pytest.mark.parametrize(('dtype', 'rounding'), [('float64', 1e-6), ('bfloat16', 3e-2), ('float16', 4e-3)])
 def test_dtype(dtype, rounding, src, conv_model, tmp_path):
     report = convert_checkpoint(src, tmp_path / 'out', dtype=dtype)
+    assert report.rounding_error < rounding
+    assert (report.rounding_error > 1e-4) == (dtype != 'float64')
+    assert f'source by {report.rounding_error:.1e}' in str(report)
     assert report.max_error < (1e-12 if dtype == 'float64' else 2e-6)
     weights = safetensors.torch.load_file(tmp_path / 'out' / 'model.safetensors')
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
@@ -511,17 +516,21 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--num-heads', '8'], 'it takes 9 heads of 48'),
     (['--model', 'resnet18'], 'resnet18 is not a phase-2 model: choose one of cmhsa_attn'),
     (['--images', 'nowhere'], 'nowhere is not a folder of images'),
-    (['--num-heads', '0'], '--num-heads 0 and --head-dim 48 must be positive'),
-    (['--head-dim', '0'], '--head-dim 0 must be positive'),
+    (['--num-heads', '0'], '--num-heads 0 must be a positive whole number'),
+    (['--head-dim', '0'], '--head-dim 0 must be a positive'),
     (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the phase-1 model of 48: choose a model of that width, or'),
-    (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be positive'),
-    (['--head-dim', '-5'], 'must be positive'),
-    (['--in-chans', '0'], 'must be positive'),
+    (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be a positive'),
+    (['--in-chans', '0'], '--in-chans is 0, where a whole number from 1 to 1000 was expected'),
     (['--sharpness', 'nan'], '--sharpness nan must be positive'),
     (['--sharpness', '-3'], '--sharpness -3.0 must be positive'),
     (['--sharpness', '1e30'], 'must be positive, and 10000 at most'),
     (['--tolerance', 'nan'], '--tolerance nan must be 0 or more'),
     (['--num-heads', '99999999999'], '--num-heads 99999999999 would make a layer of'),
+    (['--img-size', '0'], '--img-size is (0, 0), where one or two whole numbers from 1'),
+    (['--model-kwargs', 'act_layer=eval'], "act_layer is 'eval', where the name of one of timm's activation layers"),
+    (['--model-kwargs', 'global_pool=sum'], "global_pool is 'sum', where one of"),
+    (['--model-kwargs', 'pretrained=True'], 'has pretrained, where only img_size, patch_size, in_chans, global_pool'),
+    (['--model-kwargs', 'in_chans=1', '--in-chans', '3'], 'in_chans was given twice, 1 and 3'),
     (['--patch-size', '5'], 'are not patches of (5, 5) pixels: give --patch-size HxW with H * W = 16'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
@@ -530,6 +539,110 @@ def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, ca
     assert message in err
     assert err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(('options', 'said'), [
+    (dict(tolerance=float('nan')), 'tolerance=nan must be 0 or more'),
+    (dict(sharpness=float('nan')), 'sharpness=nan must be positive'),
+    (dict(num_heads=2.5), 'num_heads=2.5 must be a positive whole number'),
+    (dict(dtype='int8'), 'dtype int8 is none of float64'),
+    (dict(dtype=torch.int8), 'dtype torch.int8 is none of float64'),
+    (dict(images='nowhere'), 'nowhere is not a folder of images'),
+    (dict(model='resnet18'), 'resnet18 is not a phase-2 model'),
+    (dict(rel_pos='learned'), "rel_pos='learned' cannot express"),
+    (dict(model_kwargs=dict(in_chans=0)), 'in_chans is 0'),
+    (dict(img_size=float('nan')), 'img_size is nan'),
+])
+def test_bad_options_are_refused_before_anything_is_read(options, said, tmp_path):
+    for src in (tmp_path / 'missing.pth', 'hf-hub:alice/missing'):
+        with pytest.raises(CheckpointError, match=said):
+            convert_checkpoint(src, tmp_path / 'out', **options)
+    with pytest.raises(CheckpointError, match='unknown suffix'):
+        convert_checkpoint('hf-hub:alice/missing', tmp_path / 'out.ckpt')
+
+
+# What tensors do not tell
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(global_pool='max'), dict(act_layer='relu'), dict(norm_layer='rmsnorm', fc_norm=True), dict(global_pool='map')])
+def test_what_tensors_do_not_tell_can_be_told(kwargs, tmp_path, capsys):
+    model = create(**kwargs)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    told = ['--model-kwargs', *(f'{key}={value}' for key, value in kwargs.items())]
+    assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out'), *told]) == 0
+    assumed = next(line for line in capsys.readouterr().out.splitlines() if line.startswith('assumed'))
+    assert not any(key in assumed for key in kwargs)
+    assert_same_function(model, timm.create_model(f'local-dir:{tmp_path / "out"}', pretrained=True))
+    loaded = timm.create_model(ATTN, **SMALL, **kwargs)
+    loaded.load_state_dict(convert_state_dict(model.state_dict(), model_kwargs=kwargs))
+    assert_same_function(model, loaded)
+
+
+def test_what_is_told_must_agree_with_what_the_checkpoint_tells(tmp_path, capsys):
+    save_training_checkpoint(create(global_pool='max'), tmp_path, gp='max', img_size=32)
+    args = [str(tmp_path / 'last.pth.tar'), str(tmp_path / 'out')]
+    assert main([*args, '--model-kwargs', 'global_pool=avg']) == 2
+    assert 'was trained with global_pool=max, where avg was asked for' in capsys.readouterr().err
+    assert main([*args, '--model-kwargs', 'global_pool=max', 'img_size=32']) == 0
+    assert 'assumed' not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match='2'):
+        main(['--model-kwargs', *args])
+    assert '--model-kwargs: expected NAME=VALUE' in capsys.readouterr().err
+
+
+def test_models_that_others_registered(tmp_path):
+    def other_conv(pretrained=False, **kwargs):
+        return create_cmhsa(CmhsaConv, 'other_conv', pretrained, kwargs, global_pool='max')
+
+    other_conv.__module__ = __name__
+    default_cfgs = {'other_conv': cfg(input_size=(3, 16, 16))}
+    sys.modules[__name__].default_cfgs = generate_default_cfgs(default_cfgs)
+    register_model(other_conv)
+    model = timm.create_model('other_conv', img_size=16, patch_size=4, depth=1, num_classes=3).eval()
+    for name, source in (('other_conv', 'default of other_conv'), ('unknown', 'default of cmhsa_conv_k3_patch4_32')):
+        torch.save({'arch': name, 'state_dict': model.state_dict()}, tmp_path / 'a.pth')
+        report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / name)
+        assert report.img_size_source == source
+        assert ('global_pool' in report.assumed) == (name == 'unknown')
+    assert_same_function(
+        model, timm.create_model(f'local-dir:{tmp_path / "other_conv"}', pretrained=True), size=(16, 16))
+    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'asked', model='test_cmhsa_attn')
+    assert report.img_size_source == 'default of test_cmhsa_attn'
+    torch.save({'arch': 'resnet18', 'state_dict': model.state_dict()}, tmp_path / 'a.pth')
+    with pytest.raises(CheckpointError, match='resnet18'):
+        convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'no')
+
+
+@pytest.mark.parametrize('wrapped', ['module.', '_orig_mod.', 'module._orig_mod.'])
+def test_a_name_that_is_there_twice(wrapped, conv_model, tmp_path, capsys):
+    state_dict = conv_model.state_dict()
+    both = {**state_dict, f'{wrapped}head.bias': state_dict['head.bias'] + 1}
+    torch.save(both, tmp_path / 'a.pth')
+    assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out')]) == 2
+    error = capsys.readouterr().err
+    assert "'head.bias' is there twice, once with the prefix of a wrapper" in error
+    assert error.count('\n') == 1
+    with pytest.raises(CheckpointError, match='is there twice'):
+        convert_state_dict(both)
+
+
+@pytest.mark.parametrize('name', ['a.pth', 'a.safetensors'])
+def test_the_digest_is_that_of_what_was_read(name, conv_model, tmp_path):
+    """Whoever opens the file a second time finds another one."""
+    path, opened = tmp_path / name, []
+    save = safetensors.torch.save_file if name == 'a.safetensors' else torch.save
+    save(conv_model.state_dict(), path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+
+    def replace(event, args):
+        if event == 'open' and str(args[0]) == str(path) and not opened.append(path) and len(opened) == 2:
+            path.unlink()
+            path.write_bytes(b'another file')
+
+    sys.addaudithook(replace)
+    report = convert_checkpoint(path, tmp_path / 'out')
+    assert report.source['SHA-256'] == digest
 
 
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(tmp_path, capsys):
@@ -562,10 +675,14 @@ def test_names_of_files_stay_as_they_are(tmp_path, capsys):
 
 
 def test_values_that_the_type_does_not_hold(conv_model, tmp_path, capsys):
-    state_dict = {name: tensor * 1e6 for name, tensor in conv_model.state_dict().items()}
-    torch.save(state_dict, tmp_path / 'a.pth')
-    assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out'), '--dtype', 'float16']) == 2
-    assert 'do not fit into torch.float16' in capsys.readouterr().err
+    state_dict, name = conv_model.state_dict(), 'blocks.1.attn.conv.weight'
+    for scale in (1e6, 1e-6, 1e-9):  # beyond the range, below all but a few digits, and below all
+        torch.save({**state_dict, name: state_dict[name] * scale}, tmp_path / 'a.pth')
+        assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out'), '--dtype', 'float16']) == 2
+        assert f'{name} has values that do not fit into torch.float16' in capsys.readouterr().err
+    torch.save({**state_dict, name: torch.zeros_like(state_dict[name])}, tmp_path / 'a.pth')
+    assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out'), '--dtype', 'float16']) == 0
+    assert 'rounding changed the source by' in capsys.readouterr().out
 
 
 def test_tensors_that_are_not_contiguous(conv_model, tmp_path):
@@ -592,9 +709,11 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert lines[4].startswith('logits')
     assert lines[5] == 'top-1 agreement 100.00% on 8 random and 0 real images'
     assert lines[6] == (
-        'assumed, as tensors alone do not tell: patch_size=(4, 4), in_chans=3, fc_norm=False, norm_layer=None, '
-        'act_layer=None, global_pool=avg')
-    assert lines[7] == f'written to {tmp_path / "out"}'
+        'assumed, as tensors alone do not tell: patch_size=(4, 4), in_chans=3, norm_layer=layernorm, act_layer=gelu, '
+        'global_pool=avg')
+    assert lines[7] == (
+        'The errors are those against a model of the same assumptions: if it was another, give model_kwargs.')
+    assert lines[8] == f'written to {tmp_path / "out"}'
 
 
 def test_command_explains_itself(capsys):

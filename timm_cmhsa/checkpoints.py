@@ -5,25 +5,27 @@ from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
 
 import safetensors.torch
+import timm
 import torch
 from timm.layers import to_2tuple
 from timm.models._hub import save_config_for_hf
 
 from .cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from .construction import HeadOptions
-from .convert import convert_model, fit_heads, matching_architecture, verify
+from .convert import BATCH_SIZE, check_architecture, convert_model, fit_heads, matching_architecture, verify
 from .destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
 from .files import CheckpointError, read_checkpoint
 from .hub.download import PREFIXES, download
 from .images import read_folder
 from .messages import one_line, printable
 from .patches import Size2d
-from .phase1 import DTYPES, build_phase1
+from .phase1 import DTYPES, UNTOLD_ARGS, build_phase1, default_img_size, matching_phase1, told_by_user
 from .report import ConversionReport
 
 TOLERANCE = 1e-4
 NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
-KNOWN_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'fc_norm', 'norm_layer', 'act_layer')
+ASSUMED_ARGS = ('patch_size', 'in_chans', 'global_pool', 'norm_layer', 'act_layer')  # that fit the tensors as well
+DEFAULT_LAYERS = {'norm_layer': 'layernorm', 'act_layer': 'gelu'}  # timm's names of them
 # Those arguments of train.py that say how a model was trained. None can be a path or the name of something private.
 TRAINING_ARGS = (
     'epochs', 'batch_size', 'world_size', 'grad_accum_steps', 'opt', 'opt_betas', 'momentum', 'lr', 'lr_base', 'sched',
@@ -42,6 +44,7 @@ class Phase1(NamedTuple):
     dtypes: Dict[str, torch.dtype]  # of its tensors in the file
     img_size_source: str
     assumed: Dict[str, Any]  # arguments that nothing tells
+    unrounded: Optional[CmhsaConv]  # the model before it was rounded to another type
     source: Dict[str, str]  # for the model card
     training: Dict[str, str]  # how it was trained, as far as it tells
 
@@ -54,6 +57,7 @@ def convert_checkpoint(
         img_size: Optional[Size2d] = None,
         patch_size: Optional[Size2d] = None,
         in_chans: Optional[int] = None,
+        model_kwargs: Optional[Mapping[str, Any]] = None,
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
@@ -76,10 +80,13 @@ def convert_checkpoint(
         img_size, patch_size, in_chans: Image size and patch size, pixels, and image channels, where the checkpoint does
             not tell. By default the size of the registered model with such patches, square patches, and as many
             channels as a token carries, at most 3.
+        model_kwargs: More arguments of the phase-1 model, where the checkpoint does not tell: `global_pool`,
+            `norm_layer`, `act_layer` and `fc_norm`, by timm's names. What is assumed instead is reported; no
+            verification finds it wrong, as it compares with a model of the same assumptions.
         num_heads, head_dim, sharpness, approximate, rel_pos: See `convert_model`.
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
-        dtype: Type of the written tensors; by default the source's.
+        dtype: Type of the written tensors; by default the source's. The error of rounding to it is reported apart.
         images: Folder of images to verify on besides random ones; at most 64 of all its classes are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
             default 1e-4, and any where the rewrite is approximate.
@@ -93,51 +100,82 @@ def convert_checkpoint(
         HubError: If the input cannot be had from the Hub. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    path = locate(src)
-    dst = check_destination(dst, path, force)
-    phase1 = load_phase1(path, src, model, img_size, patch_size, in_chans, num_classes, use_ema, dtype)
     heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
+    told = told_by_user(model_kwargs, img_size=img_size, patch_size=patch_size, in_chans=in_chans)
+    check_options(model, heads, dtype, images, tolerance)
+    path, dst = locate(src, dst, force)
+    phase1 = load_phase1(path, src, model, told, num_classes, use_ema, dtype)
     converted, report = convert_and_verify(phase1, model, heads, images, tolerance)
     save_model(converted, dst, report.metadata, force)
     return report
 
 
-def locate(src: Union[str, Path]) -> Path:
-    """Return the file or folder of a source, fetched from the Hub if it is there."""
+def check_options(
+        architecture: Optional[str],
+        heads: HeadOptions,
+        dtype: Optional[Union[str, torch.dtype]],
+        images: Optional[Union[str, Path]],
+        tolerance: Optional[float],
+) -> None:
+    """Refuse what no checkpoint could be converted with, before any work is done. See `convert_checkpoint`."""
+    try:
+        heads.check()
+        if architecture is not None:
+            check_architecture(architecture)
+    except ValueError as e:
+        raise CheckpointError(str(e)) from e
+    if dtype is not None and dtype not in (*DTYPES, *DTYPES.values()):
+        raise CheckpointError(f'dtype {dtype} is none of {", ".join(DTYPES)}.')
+    if images is not None and not Path(images).is_dir():
+        raise CheckpointError(f'{images} is not a folder of images.')
+    if tolerance is not None and not tolerance >= 0:
+        raise CheckpointError(f'{tolerance=} must be 0 or more.')
+
+
+def locate(src: Union[str, Path], dst: Union[str, Path], force: bool) -> Tuple[Path, Path]:
+    """Return the file or folder of a source, fetched from the Hub if it is there, and the destination."""
+    check_destination(dst, None, force)  # before anything is fetched
     src = str(src)
     path = download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))
     try:
-        return path.resolve(strict=True)
+        path = path.resolve(strict=True)
     except (OSError, RuntimeError) as e:  # RuntimeError is of links that lead in a circle
         raise CheckpointError(
             f'{path} does not exist or cannot be reached ({one_line(e)}): give a checkpoint file, a local-dir: folder '
             'or hf-hub:USER/NAME.') from e
+    return path, check_destination(dst, path, force)
 
 
 def load_phase1(
         path: Path,
         src: Union[str, Path],
         architecture: Optional[str] = None,
-        img_size: Optional[Size2d] = None,
-        patch_size: Optional[Size2d] = None,
-        in_chans: Optional[int] = None,
+        told: Optional[Mapping[str, Any]] = None,
         num_classes: Optional[int] = None,
         use_ema: bool = False,
         dtype: Optional[Union[str, torch.dtype]] = None,
 ) -> Phase1:
-    """Load the phase-1 model of a file or folder, which is that of `src`; else see `convert_checkpoint`."""
+    """Load the phase-1 model of a file or folder, which is that of `src`, told what the user tells of it.
+
+    See `convert_checkpoint` and `told_by_user`.
+    """
     checkpoint = read_checkpoint(path, use_ema)
-    known = {key: checkpoint.model_args[key] for key in KNOWN_ARGS if checkpoint.model_args.get(key) is not None}
+    known = {key: checkpoint.model_args[key] for key in UNTOLD_ARGS if key in checkpoint.model_args}
     img_size_source = 'from the checkpoint' if 'img_size' in known else 'as asked for'
-    for key, value in (('img_size', img_size), ('patch_size', patch_size), ('in_chans', in_chans)):
-        if value is not None and to_2tuple(known.setdefault(key, value)) != to_2tuple(value):
+    for key, value in (told or {}).items():
+        if to_2tuple(known.setdefault(key, value)) != to_2tuple(value):
             raise CheckpointError(f'the checkpoint was trained with {key}={known[key]}, where {value} was asked for.')
-    state_dict = checkpoint.state_dict if dtype is None else _cast(checkpoint.state_dict, dtype)
-    model = build_phase1(state_dict, checkpoint.architecture or architecture, checkpoint.pretrained_cfg, **known)
+    registered = checkpoint.architecture if checkpoint.architecture in timm.list_models('*cmhsa*') else None
+    if 'img_size' not in known:
+        default = registered or architecture or matching_phase1(checkpoint.state_dict, known)
+        known['img_size'], img_size_source = default_img_size(default), f'default of {default}'
+    model = build_phase1(checkpoint.state_dict, registered, checkpoint.pretrained_cfg, **known)
+    unrounded, state_dict = None, checkpoint.state_dict
+    if dtype is not None:
+        state_dict = _cast(state_dict, DTYPES[dtype] if isinstance(dtype, str) else dtype)
+        unrounded, model = model, build_phase1(state_dict, registered, checkpoint.pretrained_cfg, **known)
     if num_classes is not None and num_classes != model.num_classes:
         raise CheckpointError(f'the checkpoint has {model.num_classes} classes, where {num_classes} were expected.')
-    if 'img_size' not in known:
-        img_size_source = f"default of {model.pretrained_cfg['architecture']}"
     source = {
         **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
         'Checkpoint': str(src) if str(src).startswith(PREFIXES) else printable(Path(src).name),  # its folder is private
@@ -145,14 +183,21 @@ def load_phase1(
         'SHA-256': checkpoint.sha256,
     }
     return Phase1(
-        model=model.to(torch.float64 if torch.float64 in {t.dtype for t in state_dict.values()} else torch.float32),
+        model=_to_compute(model),
         dtypes={name: tensor.dtype for name, tensor in state_dict.items()},
         img_size_source=img_size_source,
-        assumed={} if checkpoint.architecture else {
-            key: value for key, value in model.model_args().items() if key in KNOWN_ARGS[1:] and key not in known},
+        assumed={} if registered else {
+            key: DEFAULT_LAYERS.get(key, value)
+            for key, value in model.model_args().items() if key in ASSUMED_ARGS and key not in known},
+        unrounded=None if unrounded is None else _to_compute(unrounded),
         source=source,
         training=training_details(checkpoint.training_args),
     )
+
+
+def _to_compute(model: CmhsaConv) -> CmhsaConv:
+    """Return a model in the type that it computes in: float32 at least."""
+    return model.to(torch.float64 if torch.float64 in {p.dtype for p in model.parameters()} else torch.float32)
 
 
 def convert_and_verify(
@@ -163,8 +208,6 @@ def convert_and_verify(
         tolerance: Optional[float] = None,
 ) -> Tuple[CmhsaAttn, ConversionReport]:
     """Convert a phase-1 model and measure how exact that is. Arguments and errors are those of `convert_checkpoint`."""
-    if tolerance is not None and not tolerance >= 0:
-        raise CheckpointError(f'{tolerance=} must be 0 or more.')
     try:
         architecture = architecture or matching_architecture(phase1.model)
         heads = fit_heads(phase1.model, architecture, heads or HeadOptions())
@@ -180,13 +223,15 @@ def convert_and_verify(
     real_images = random_images[:0]
     if images is not None:
         real_images, _ = read_folder(Path(images), converted, MAX_REAL_IMAGES)
-    measured = verify(phase1.model, converted, torch.cat([random_images, real_images]).to(compute_dtype))
+    all_images = torch.cat([random_images, real_images])
+    measured = verify(phase1.model, converted, all_images.to(compute_dtype))
     assert heads.sharpness is not None
     report = ConversionReport(
         architecture=architecture,
         model_args=json_args(converted),
         img_size_source=phase1.img_size_source,
         assumed=phase1.assumed,
+        rounding_error=None if phase1.unrounded is None else _difference(phase1.unrounded, phase1.model, all_images),
         sharpness=heads.sharpness,
         approximate=heads.approximate,
         num_random_images=len(random_images),
@@ -204,6 +249,15 @@ def convert_and_verify(
     return converted, report
 
 
+@torch.inference_mode()
+def _difference(source: CmhsaConv, target: CmhsaConv, images: torch.Tensor) -> float:
+    """Return the largest difference of the outputs of two models, relative to the largest output of the first."""
+    outputs = (torch.cat([model(batch.to(next(model.parameters()))) for batch in images.split(BATCH_SIZE)]).double()
+               for model in (source, target))
+    expected, actual = outputs
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
 def _set_types(converted: CmhsaAttn, dtypes: Mapping[str, torch.dtype]) -> None:
     """Give every tensor the type of the source's, those of an attention that of the convolution."""
     for name, parameter in converted.named_parameters():
@@ -211,13 +265,12 @@ def _set_types(converted: CmhsaAttn, dtypes: Mapping[str, torch.dtype]) -> None:
         parameter.data = parameter.data.to(dtypes.get(name, dtypes.get(of_attention, dtypes['blocks.0.norm1.weight'])))
 
 
-def _cast(state_dict: Dict[str, torch.Tensor], dtype: Union[str, torch.dtype]) -> Dict[str, torch.Tensor]:
-    dtype = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(dtype, torch.dtype) or dtype not in DTYPES.values():
-        raise CheckpointError(f'dtype {dtype} is none of {", ".join(DTYPES)}.')
+def _cast(state_dict: Dict[str, torch.Tensor], dtype: torch.dtype) -> Dict[str, torch.Tensor]:
+    """Round finite tensors to another type; refuse one whose largest values are lost, beyond its range or below."""
     cast = {name: tensor.to(dtype) for name, tensor in state_dict.items()}
-    for name, tensor in cast.items():
-        if state_dict[name].isfinite().all() and not tensor.isfinite().all():
+    for name, tensor in state_dict.items():
+        error = (cast[name].double() - tensor.double()).abs()
+        if tensor.numel() and not error.max() <= torch.finfo(dtype).eps * tensor.double().abs().max():
             raise CheckpointError(f'{name} has values that do not fit into {dtype}: choose another dtype.')
     return cast
 

@@ -9,16 +9,24 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, TextI
 
 from timm.utils import ParseKwargs
 
-from .checkpoints import TOLERANCE, VerificationError, convert_and_verify, convert_checkpoint, load_phase1, locate
+from .checkpoints import (
+    TOLERANCE,
+    VerificationError,
+    check_options,
+    convert_and_verify,
+    convert_checkpoint,
+    load_phase1,
+    locate,
+)
 from .construction import HeadOptions
-from .destination import FILE_SUFFIXES, check_destination, temporary_folder
+from .destination import FILE_SUFFIXES, temporary_folder
 from .files import CheckpointError, read_json, read_text, reading, same_model_folders
 from .hub.card import check_results
 from .hub.download import PREFIXES
 from .hub.errors import HubError, without_credentials
 from .hub.publish import check_label_names, check_push, push_folder_to_hub, save_for_hub
 from .messages import printable
-from .phase1 import DTYPES
+from .phase1 import DTYPES, UNTOLD_ARGS, told_by_user
 from .rel_pos import POINTABLE
 from .version import __version__
 
@@ -36,7 +44,7 @@ from several checkpoints, also how that moves during training. Exit code 2: bad 
 def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `convert_checkpoint`; return its exit code."""
     parser, push_options = _convert_parser()
-    args = parser.parse_args(argv)
+    args = _parse(parser, argv)
     if args.push_to_hub is None:
         for name in push_options:
             if getattr(args, name) != parser.get_default(name):
@@ -102,6 +110,13 @@ class Parser(argparse.ArgumentParser):
         say(*message.splitlines(), file=file or sys.stderr)
 
 
+def _parse(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]) -> argparse.Namespace:
+    try:
+        return parser.parse_args(argv)
+    except ValueError:  # of timm's ParseKwargs
+        parser.error('argument --model-kwargs: expected NAME=VALUE')
+
+
 def _in_flags(message: str, parser: argparse.ArgumentParser) -> str:
     """Return a message about arguments (force=True, num_heads=4) as one about options (--force, --num-heads 4)."""
     for action in parser._actions:
@@ -109,6 +124,7 @@ def _in_flags(message: str, parser: argparse.ArgumentParser) -> str:
             flag = action.option_strings[-1]
             message = re.sub(rf'(?<![^\s(]){action.dest}=True\b', flag, message)  # not within the name of a file
             message = re.sub(rf'(?<![^\s(]){action.dest}=(?=\S)', f'{flag} ', message)
+            message = re.sub(rf'^{action.dest} is ', f'{flag} is ', message)
     return message
 
 
@@ -143,12 +159,11 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
         raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
     about = _about(args)
     num_classes = len(about['label_names'] or ()) or args.num_classes
-    path = locate(args.src)
-    folder = check_destination(dst, path, force=True)  # what is there may be just that
-    phase1 = load_phase1(
-        path, args.src, args.model, args.img_size, args.patch_size, args.in_chans, num_classes, args.use_ema,
-        args.dtype)
     heads = HeadOptions(args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos)
+    told = told_by_user(args.model_kwargs, img_size=args.img_size, patch_size=args.patch_size, in_chans=args.in_chans)
+    check_options(args.model, heads, args.dtype, args.images, args.tolerance)
+    path, folder = locate(args.src, dst, force=True)  # what is there may be just that
+    phase1 = load_phase1(path, args.src, args.model, told, num_classes, args.use_ema, args.dtype)
     converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
     about['details'] = report.details
     if args.force or not folder.is_dir() or not any(folder.iterdir()):
@@ -222,6 +237,9 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--img-size', metavar='N or HxW', type=_size, help='input size, where the checkpoint does not tell')
     add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
     add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
+    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
+        help=f'more of what it does not tell, such as global_pool=max act_layer=relu: {", ".join(UNTOLD_ARGS[3:])} '
+             '(what is assumed instead is reported)')
     add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
     add('--head-dim', metavar='N', type=int, help="width of a head (default: the model's, mostly that of a token)")
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
@@ -231,7 +249,7 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES,
-        help="type of the written tensors (default: the source's); rounding to it is no error")
+        help="type of the written tensors (default: the source's); the error of rounding to it is told apart")
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
     add('--tolerance', metavar='E', type=float,
         help=f'largest accepted error, relative to the largest value (default: {TOLERANCE}; where approximate, any)')
@@ -266,10 +284,7 @@ def _add_push_options(parser: argparse.ArgumentParser) -> List[str]:
 def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `plot_attention`; return its exit code."""
     parser = _plot_parser()
-    try:
-        args = parser.parse_args(argv)
-    except ValueError:  # of timm's ParseKwargs
-        parser.error('argument --model-kwargs: expected NAME=VALUE')
+    args = _parse(parser, argv)
     try:
         from .plots import PlotError, in_order_of_training, plot_attention
     except ModuleNotFoundError as e:

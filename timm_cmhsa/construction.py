@@ -6,6 +6,7 @@ applies the kernel's weights to them. An offset that points outside the image le
 """
 import itertools
 import math
+from numbers import Integral
 from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -28,6 +29,20 @@ class HeadOptions(NamedTuple):
     sharpness: Optional[float] = None
     approximate: bool = False
     rel_pos: str = 'table'
+
+    def check(self) -> None:
+        """Refuse what expresses no convolution, whichever it is.
+
+        Raises:
+            ValueError: If it does not.
+        """
+        if self.rel_pos not in POINTABLE:
+            raise ValueError(f'rel_pos={self.rel_pos!r} cannot express a convolution: use {", ".join(POINTABLE)}.')
+        for name, value in (('num_heads', self.num_heads), ('head_dim', self.head_dim)):
+            if value is not None and not (isinstance(value, Integral) and value > 0):
+                raise ValueError(f'{name}={value} must be a positive whole number.')
+        if self.sharpness is not None and not 0 < self.sharpness <= MAX_SHARPNESS:
+            raise ValueError(f'sharpness={self.sharpness} must be positive, and {MAX_SHARPNESS} at most.')
 
 
 class Head(NamedTuple):
@@ -115,10 +130,9 @@ def rewrite(
 
     Output patches then go on beyond, or end before, the output of the convolution.
     """
+    options.check()
     heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.rel_pos)
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
-    if num_heads < 1:
-        raise ValueError(f'{num_heads=} must be positive.')
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
     factors: Iterable[Factors] = exact_factors(conv, heads)
@@ -131,8 +145,6 @@ def rewrite(
     sharpness = options.sharpness
     if sharpness is None:
         sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
-    if not 0 < sharpness <= MAX_SHARPNESS:
-        raise ValueError(f'{sharpness=} must be positive, and {MAX_SHARPNESS} at most.')
     num_params = num_heads * (options.head_dim or dim) * (3 * dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
@@ -174,16 +186,15 @@ def plan_heads(
     (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. Arguments and errors are those of `conv2d_to_attention`.
     """
     _check_plain(conv)
-    if rel_pos not in POINTABLE:
-        raise ValueError(f'rel_pos={rel_pos!r} cannot express a convolution: use {", ".join(POINTABLE)}.')
+    HeadOptions(head_dim=head_dim, rel_pos=rel_pos).check()
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
             f"position bias cannot: use 'zeros' or 'circular'.")
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     head_dim = patch_h * patch_w * conv.in_channels if head_dim is None else head_dim
-    if min(patch_h, patch_w, grid_h, grid_w, head_dim) < 1:
-        raise ValueError(f'{patch_size=}, {grid_size=} and {head_dim=} must be positive.')
+    if min(patch_h, patch_w, grid_h, grid_w) < 1:
+        raise ValueError(f'{patch_size=} and {grid_size=} must be positive.')
 
     row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
     if conv.padding_mode == 'circular' and not _heads_wrap(conv, rel_pos):

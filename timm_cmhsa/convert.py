@@ -2,11 +2,10 @@
 import contextlib
 import copy
 from dataclasses import dataclass
-from typing import Any, Dict, List, NamedTuple, Optional, Set
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
 
 import timm
 import torch
-from timm.models import clean_state_dict
 from timm.utils import unwrap_model
 from torch import nn
 
@@ -14,8 +13,9 @@ from .analysis import eval_mode
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import HeadOptions, exact_sharpness, plan_heads, rewrite
 from .efficient import is_watched
+from .files import strip_prefixes
 from .patches import Size2d
-from .phase1 import build_phase1
+from .phase1 import build_phase1, default_img_size, matching_phase1, told_by_user
 from .untrusted import CFG
 
 BATCH_SIZE = 8
@@ -95,9 +95,8 @@ def _common_names(model: nn.Module) -> Set[str]:
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
     """Return the options with all that was left open, from the architecture: number, width, sharpness of the heads."""
-    choices = timm.list_models('*cmhsa_attn*')
-    if architecture not in choices:
-        raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(choices)}.')
+    options.check()
+    check_architecture(architecture)
     target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
     default, mixer = target.blocks[0].attn, model.blocks[0].attn
     num_heads, head_dim = options.num_heads, options.head_dim
@@ -118,6 +117,13 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
     return options._replace(
         num_heads=num_heads, head_dim=head_dim, sharpness=sharpness,
         approximate=options.approximate and needed > num_heads)
+
+
+def check_architecture(name: str) -> None:
+    """Refuse what is not the name of a registered phase-2 model."""
+    choices = timm.list_models('*cmhsa_attn*')
+    if name not in choices:
+        raise ValueError(f'{name} is not a phase-2 model: choose one of {", ".join(choices)}.')
 
 
 def matching_architecture(model: CmhsaConv) -> str:
@@ -147,16 +153,22 @@ def convert_state_dict(
         sharpness: Optional[float] = None,
         approximate: bool = False,
         rel_pos: str = 'table',
+        model_kwargs: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
     Arguments are those of `convert_checkpoint`, for what tensors do not tell, and of `convert_model` to `cmhsa_attn`.
+    Layers and pooling that the tensors of neither phase tell are for `timm.create_model` to know.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, or the image size is not known.
         ValueError: If there is no exact rewrite with these heads.
     """
-    model = build_phase1(clean_state_dict(state_dict), img_size=img_size, patch_size=patch_size, in_chans=in_chans)
+    state_dict = strip_prefixes(state_dict)
+    known = told_by_user(model_kwargs, img_size=img_size, patch_size=patch_size, in_chans=in_chans)
+    if 'img_size' not in known:
+        known['img_size'] = default_img_size(matching_phase1(state_dict, known))
+    model = build_phase1(state_dict, **known)
     converted = convert_model(model, 'cmhsa_attn', num_heads, head_dim, sharpness, approximate, rel_pos)
     return converted.state_dict()
 

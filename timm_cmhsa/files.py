@@ -11,7 +11,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Tuple
 
 import safetensors
 import torch
@@ -132,13 +132,27 @@ def _find(path: Path) -> Tuple[Dict[str, Any], Path]:
     return told, weights
 
 
+def strip_prefixes(state_dict: Mapping[str, torch.Tensor]) -> Dict[str, torch.Tensor]:
+    """Return tensors by their names without the prefixes of DistributedDataParallel and torch.compile."""
+    stripped: Dict[str, torch.Tensor] = {}
+    for name, tensor in state_dict.items():
+        plain, = clean_state_dict(clean_state_dict({name: tensor}))  # twice: older timm knows one order only
+        if plain in stripped:
+            raise CheckpointError(
+                f'{shorten(plain)} is there twice, once with the prefix of a wrapper (module., _orig_mod.): save the '
+                'state_dict() of one model.')
+        stripped[plain] = tensor
+    return stripped
+
+
 def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
     """Return what a file holds, and its metadata. The file is mapped: nothing is larger than what is in it."""
     if path.suffix == '.safetensors':
         with reading(path, 'a safetensors file'), safetensors.safe_open(path, framework='pt') as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     # timm's training checkpoints hold their arguments in a Namespace
-    with reading(path, 'a checkpoint'), torch.serialization.safe_globals([argparse.Namespace]):
+    with reading(path, 'a checkpoint'):
+        torch.serialization.add_safe_globals([argparse.Namespace])  # and not undone, which other threads would see
         is_zip = _check_pickles(path)
         # Not mapped, older torch reads beyond the end of a tensor that claims more than the file has of it.
         return torch.load(path, map_location='cpu', mmap=is_zip, weights_only=True), {}
@@ -178,7 +192,7 @@ def _select_state_dict(content: Dict[Any, Any], path: Path, use_ema: bool) -> Di
         tensors = checked_tensors(as_dict(state_dict), path.stat().st_size)
     except ValueError as e:
         raise CheckpointError(f'{path} is not a state dict: {e}.') from e
-    return clean_state_dict(clean_state_dict(tensors))  # twice: older timm knows one order of wrappers only
+    return strip_prefixes(tensors)
 
 
 def _train_config(architecture: Any, args: Dict[str, Any]) -> Dict[str, Any]:

@@ -11,6 +11,7 @@ from .files import CheckpointError
 from .messages import one_line, shorten_names
 from .untrusted import checked_args
 
+UNTOLD_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'fc_norm', 'norm_layer', 'act_layer')
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
 
 
@@ -22,25 +23,23 @@ def build_phase1(
 ) -> CmhsaConv:
     """Build the phase-1 model of these tensors, which it holds itself and not as copies.
 
-    The shapes of the tensors tell most of its arguments; None is not known. Patches are square by default, and images
-    have as many channels as a token carries, at most 3.
+    The shapes of the tensors tell most of its arguments. Patches are square by default, and images have as many
+    channels as a token carries, at most 3; the size of the image has to be known.
+
+    Args:
+        architecture: Registered phase-1 model that it is one of.
+        **known: Some of `UNTOLD_ARGS`.
     """
-    known = {key: value for key, value in known.items() if value is not None}
-    args = infer_model_args(state_dict, known)
-    name = architecture if architecture in timm.list_models('*cmhsa*') else None
-    if 'img_size' not in args:
-        name = name or _matching_phase1(to_2tuple(args['patch_size']))
-        args['img_size'] = timm.get_pretrained_cfg_value(name, 'input_size')[1:]
-    if name not in timm.list_models('*cmhsa_conv*'):
-        name = None
+    name, args = architecture or 'cmhsa_conv_k3', infer_model_args(state_dict, known)
     overlay = dict(pretrained_cfg or {})
     try:
-        model = timm.create_model(
-            name or 'cmhsa_conv_k3', **args, pretrained_cfg_overlay=overlay, device=torch.device('meta'))
+        model = timm.create_model(name, **args, pretrained_cfg_overlay=overlay, device=torch.device('meta'))
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     except Exception as e:  # timm's layers raise many kinds
-        raise CheckpointError(f'no phase-1 model can be built with {args}: {one_line(e)}') from e
+        raise CheckpointError(f'no {name} can be built with {args}: {one_line(e)}') from e
+    if not isinstance(model, CmhsaConv):
+        raise CheckpointError(f'the checkpoint says that it is of {name}, which is no phase-1 model (cmhsa_conv_*).')
     _check_tensors(state_dict, model.state_dict())
     model.load_state_dict(state_dict, assign=True)
     return model.eval()
@@ -70,12 +69,35 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
     return args
 
 
-def _matching_phase1(patch_size: Tuple[int, int]) -> str:
-    """Return the first registered phase-1 model with patches of this size."""
+def told_by_user(model_kwargs: Optional[Mapping[str, Any]], **options: Any) -> Dict[str, Any]:
+    """Return those arguments of the model that a user tells, by name or among others; None is not told."""
+    told = dict(model_kwargs or {})
+    for key, value in options.items():
+        if value is not None and to_2tuple(told.setdefault(key, value)) != to_2tuple(value):
+            raise CheckpointError(f'{key} was given twice, {told[key]} and {value}.')
+    for key in told.keys() - set(UNTOLD_ARGS):
+        raise CheckpointError(f'model_kwargs has {key}, where only {", ".join(UNTOLD_ARGS)} are left to tell.')
+    try:
+        return checked_args(told)
+    except ValueError as e:
+        raise CheckpointError(f'{e}.') from e
+
+
+def matching_phase1(state_dict: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> Optional[str]:
+    """Return the first registered phase-1 model with patches of this size, if there is one."""
+    patch_size = to_2tuple(infer_model_args(state_dict, known)['patch_size'])
     for name in timm.list_models('cmhsa_conv*'):
         if timm.create_model(name, depth=1, device=torch.device('meta')).patch_embed.patch_size == patch_size:
             return name
-    raise CheckpointError('nothing tells the size of the images that the model was trained on: give img_size=N.')
+    return None
+
+
+def default_img_size(name: Optional[str]) -> Tuple[int, int]:
+    """Return the image size of a registered model."""
+    size = None if name is None else timm.get_pretrained_cfg_value(name, 'input_size')
+    if size is None:
+        raise CheckpointError('nothing tells the size of the images that the model was trained on: give img_size=N.')
+    return size[1:]
 
 
 def mlp_ratio(hidden_dim: int, embed_dim: int) -> float:

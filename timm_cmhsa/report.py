@@ -1,7 +1,7 @@
 """What a conversion did and how exact it is: as text, for the model card, and for the metadata of the file."""
 import json
 from dataclasses import dataclass
-from typing import Any, Dict
+from typing import Any, Dict, Optional
 
 import timm
 import torch
@@ -21,6 +21,7 @@ class ConversionReport(Verification):
     model_args: Dict[str, Any]  # for `timm.create_model`
     img_size_source: str
     assumed: Dict[str, Any]  # arguments of the source that tensors do not tell, and nothing else did
+    rounding_error: Optional[float]  # by which the type asked for changes the source, relative to its largest logit
     sharpness: float
     approximate: bool  # for want of heads
     num_random_images: int
@@ -37,10 +38,18 @@ class ConversionReport(Verification):
         return f'{self.top1_agreement:.2%} on {self.num_random_images} random and {self.num_real_images} real images'
 
     @property
+    def assumptions(self) -> str:
+        return ', '.join(f'{key}={value}' for key, value in self.assumed.items())
+
+    @property
+    def rounding(self) -> str:
+        return f'{self.rounding_error:.1e} of the largest logit'
+
+    @property
     def details(self) -> Dict[str, Any]:
         """How the model was made, by heading, for its model card."""
         details = {
-            'Phase 1': self.source,
+            'Phase 1': {**self.source, **({'Assumed': self.assumptions} if self.assumed else {})},
             'Construction': {
                 'Rewrite': self.construction,
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
@@ -48,6 +57,7 @@ class ConversionReport(Verification):
                 'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
                 'Error of the logits': f'{self.logits_error:.1e} of the largest logit, {self.logits_rms_error:.1e} of '
                                        'their root mean square',
+                **({} if self.rounding_error is None else {'Rounding of Phase 1': self.rounding}),
                 'Top-1 agreement': self.agreement,
             },
         }
@@ -85,6 +95,8 @@ class ConversionReport(Verification):
             'layer          heads used   largest error   rms error',
             *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),
             f'top-1 agreement {self.agreement}',
-            *([f'assumed, as tensors alone do not tell: {", ".join(map("{0[0]}={0[1]}".format, self.assumed.items()))}']
+            *([] if self.rounding_error is None else [f'rounding changed the source by {self.rounding}']),
+            *([f'assumed, as tensors alone do not tell: {self.assumptions}\n'
+               'The errors are those against a model of the same assumptions: if it was another, give model_kwargs.']
               if self.assumed else []),
         ])
