@@ -618,7 +618,124 @@ def test_models_that_timm_could_not_make_again(hub):
     assert not hub.requests
 
 
+def change_hook(model):
+    model.norm.register_forward_hook(lambda module, args, output: output * 1.001)
+
+
+def change_forward(model):
+    forward = model.forward
+    model.forward = lambda x: forward(x) + 0.001
+
+
+CHANGES = {
+    'eps': lambda model: setattr(model.blocks[0].norm1, 'eps', 2e-6),
+    'activation': lambda model: setattr(model.blocks[1].mlp, 'act', nn.GELU(approximate='tanh')),
+    'scale': lambda model: setattr(model.blocks[0].attn, 'scale', 0.3),
+    'block': lambda model: setattr(model.blocks[0], 'mlp', nn.Sequential(model.blocks[0].mlp, nn.Hardtanh(-3, 3))),
+    'grid': lambda model: model.blocks[0].attn.set_grid_size((4, 16)),
+    'hook': change_hook,
+    'forward': change_forward,
+}
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(('name', 'change'), [
+    *((name, change) for name in (CONV, ATTN, 'test_pixel_attn') for change in CHANGES if change != 'scale'),
+    (ATTN, 'scale')])
+def test_no_change_is_too_small_to_be_seen(name, change, dtype, tmp_path):
+    model = create(name, dtype=dtype)
+    if name == ATTN:
+        nn.init.zeros_(model.blocks[0].attn.qkv.weight[:model.blocks[0].attn.attn_dim])  # as just converted
+    save_for_hub(model, tmp_path / 'same')
+    CHANGES[change](model)
+    with pytest.raises(CheckpointError, match=r'timm (would|cannot) make this model again'):
+        save_for_hub(model, tmp_path / 'changed')
+    assert [path.name for path in tmp_path.iterdir()] == ['same']
+
+
+HOSTILE = '<img src=x onerror=alert(1)> | [a](http://b) `c` **d**\n---\n# e\n\x1b[2J &lt; $f$ \\'
+
+
+def test_text_of_others_stays_text(tmp_path):
+    model = create(pretrained_cfg_overlay=dict(license='mit\n---\n# f'))
+    save_for_hub(
+        model, tmp_path / 'saved', 'alice/net', results={HOSTILE: 5},
+        details={HOSTILE: {HOSTILE: HOSTILE, 'list': [HOSTILE]}, 'plain': HOSTILE}, label_names=[HOSTILE[:5], 'b', 'c'])
+    card = ModelCard.load(tmp_path / 'saved' / 'README.md', ignore_metadata_errors=True)
+    assert card.data.license == 'mit\n---\n# f'
+    assert card.text.startswith('# Model card for net\n')
+    plain = create()
+    save_for_hub(plain, tmp_path / 'plain', 'alice/net')
+    headings = [line for line in card.text.splitlines() if line.startswith(('#', '---'))]
+    assert headings == [
+        line for line in ModelCard.load(tmp_path / 'plain' / 'README.md').text.splitlines()
+        if line.startswith(('#', '---'))]
+    assert not re.search(r'(?<!\\)(<img|`c`|\[a|\]\(http://b|\*\*d|\||&lt|\$f)|\x1b', card.text)
+    assert r'\<img src=x onerror=alert(1)\> \| \[a\](http://b) \`c\` \*\*d\*\* --- # e' in card.text
+
+
+def test_the_name_of_a_file_stays_a_name(hub, folder):
+    name = '<b>a|`b`](c).pth'
+    (folder / 'phase1.pth').rename(folder / name)
+    assert push(src=name) == 0
+    assert r'Checkpoint: \<b\>a\|\`b\`\](c).pth' in hub.files('alice/net')['README.md'].decode()
+
+
+@pytest.mark.parametrize('env', [
+    dict(PYTHONUTF8='0', PYTHONCOERCECLOCALE='0', LC_ALL='C'), dict(PYTHONIOENCODING='ascii')])
+def test_names_in_any_locale(env, hub, folder):
+    (folder / 'labels.txt').write_text('Käse\n犬\nñandú\n', encoding='utf-8')
+    (folder / 'phase1.pth').rename(folder / '模型é.pth')
+    done = command('模型é.pth', '--push-to-hub', 'alice/net', '--label-names', 'labels.txt', **env)
+    assert done.returncode == 0, done.stderr
+    assert load('hf-hub:alice/net').pretrained_cfg['label_names'] == ['Käse', '犬', 'ñandú']
+    assert 'Checkpoint: 模型é.pth' in hub.files('alice/net')['README.md'].decode()
+    done = command('模型é.pth', 'ausgäbe→', **env)
+    assert done.returncode == 0, done.stderr
+    assert load('local-dir:ausgäbe→').num_classes == 3
+
+
+@pytest.mark.parametrize('content', [b'\xff\xfe\x00token', b'hf_\xc3\xa9'])
+def test_a_token_file_that_is_no_text(content, hub, folder):
+    (folder / 'token').write_bytes(content)
+    done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_TOKEN='', HF_TOKEN_PATH='token')
+    assert done.returncode == 3, done.stderr
+    assert 'characters that no token has' in done.stderr.splitlines()[-1]
+    assert 'Traceback' not in done.stderr
+
+
+@pytest.mark.parametrize('config', [
+    b'{"architecture": ["a"], "num_classes": 3}', b'{"architecture": "a", "num_classes": {}}', b'[]', b'null',
+    b'[' * 100_000, b'\xff', b'{"architecture": "a\\nb", "num_classes": 3}'])
+def test_a_configuration_on_the_hub_of_wrong_types(config, hub, folder, capsys):
+    push_to_hub(create(), 'alice/net')
+    hub.files('alice/net')['config.json'] = config
+    assert push() == 3
+    assert 'alice/net holds another model' in one_line(capsys)
+    assert main(['hf-hub:alice/net', 'out']) == (2 if b': "a' not in config else 0)
+    capsys.readouterr()
+    (folder / 'folder').mkdir()
+    (folder / 'folder' / 'config.json').write_bytes(config)
+    assert push(src='folder', repo_id='alice/other') == 2
+    assert one_line(capsys)
+
+
+@pytest.mark.parametrize('key', ['crop_pct', 'mean', 'license'])
+def test_a_bad_configuration_is_not_published(key, tmp_path):
+    model = create()
+    model.pretrained_cfg[key] = (float('nan'),) * 3 if key == 'mean' else float('nan')
+    with pytest.raises(CheckpointError, match=f'configuration of the model is bad: {key} is'):
+        save_for_hub(model, tmp_path / 'saved')
+
+
 @pytest.mark.parametrize(('about', 'said'), [
+    (dict(label_names=['a', 'b', 'c\x00']), r"label_names has the name 'c\x00': give text in one line"),
+    (dict(label_names=['a', 'b', 'c\nd']), "has the name 'c\\nd'"),
+    (dict(label_names=['a', 'b', ' ']), "has the name ' '"),
+    (dict(label_names=['a', 'b', 'c\udc80']), 'give text in one line'),
+    (dict(label_names=[]), '0 label names were given for 3 classes'),
+    (dict(datasets=['a](b)']), "'a](b)' is not the name of a dataset on the Hub"),
+    (dict(repo_id="a'); evil('"), 'is not the name of a repository'),
     (dict(label_names=['a', 'b']), '2 label names were given for 3 classes'),
     (dict(label_names='abc'), "label_names='abc' is a str: give a list"),
     (dict(label_names={'a': 0, 'b': 1, 'c': 2}), 'is a dict: give a list'),
@@ -628,7 +745,7 @@ def test_models_that_timm_could_not_make_again(hub):
 ])
 def test_bad_arguments_in_python(about, said, hub, tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(said)):
-        push_to_hub(create(), 'alice/net', **about)
+        push_to_hub(create(), **{'repo_id': 'alice/net', **about})
     with pytest.raises(CheckpointError, match=re.escape(said)):
         save_for_hub(create(), tmp_path / 'saved', **about)
     assert not hub.requests

@@ -1,5 +1,6 @@
 """Models of files: a phase-1 model from a file, folder or the Hub; a model into a file or folder; the road between."""
 import math
+import os
 from numbers import Integral
 from pathlib import Path
 from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple, Union
@@ -178,7 +179,9 @@ def load_phase1(
         raise CheckpointError(f'the checkpoint has {model.num_classes} classes, where {num_classes} were expected.')
     source = {
         **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
-        'Checkpoint': str(src) if str(src).startswith(PREFIXES) else printable(Path(src).name),  # its folder is private
+        # of a file no more than its name, as its folder is private; in UTF-8, whatever the locale
+        'Checkpoint': printable(
+            os.fsencode(src if str(src).startswith(PREFIXES) else Path(src).name).decode(errors='replace')),
         'Token mixer': '{} x {} convolution'.format(*model.blocks[0].attn.conv.kernel_size),
         'SHA-256': checkpoint.sha256,
     }

@@ -1,4 +1,5 @@
 """The model card of a model on the Hugging Face Hub: what it is, how it was made, how to load it."""
+import re
 from importlib import resources
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
@@ -39,10 +40,12 @@ def model_card(
         {
             'description': next(text for cls, text in DESCRIPTIONS.items() if isinstance(model, cls)),
             'details': {
-                **_model_details(model, data_config(model)),
-                **(details or {}),
-                **({'Dataset': datasets} if datasets else {}),
-                **({'Evaluation': {name: f'{value:g} %' for name, value in results.items()}} if results else {}),
+                **_as_text({
+                    **_model_details(model, data_config(model)),
+                    **(details or {}),
+                    **({'Dataset': datasets} if datasets else {}),
+                    **({'Evaluation': {name: f'{value:g} %' for name, value in results.items()}} if results else {}),
+                }),
                 'Papers': CORDONNIER_LINK if by_pixel else LI_LINK,
                 'Made With': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
             },
@@ -68,6 +71,16 @@ def model_card(
         eval_results=_eval_results(task, datasets, results) if results else None,
     )
     return str(card)
+
+
+def _as_text(value: Any) -> Any:
+    """Return names and values, nested or not, as Markdown that shows them as they are, in one line each."""
+    if isinstance(value, Mapping):
+        return {_as_text(key): _as_text(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_text(each) for each in value]
+    text = ''.join(c if c.isprintable() else ' ' for c in str(value))
+    return re.sub(r'([\\`*~$&<>\[\]|])', r'\\\1', ' '.join(text.split()))
 
 
 def _read(name: str) -> str:

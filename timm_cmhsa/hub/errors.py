@@ -27,8 +27,12 @@ class HubError(RuntimeError):
 
 def find_token() -> Optional[str]:
     """Return the token that huggingface_hub finds, if any."""
-    token = get_token()
-    if token is not None and not (token.isascii() and token.isprintable()):
+    try:
+        token = get_token()
+        token_is_text = token is None or (token.isascii() and token.isprintable())
+    except (OSError, ValueError):  # of a file that cannot be read, or is no text
+        token_is_text = False
+    if not token_is_text:
         raise HubError('the token has characters that no token has: run `hf auth login`, or set HF_TOKEN.')
     return token
 

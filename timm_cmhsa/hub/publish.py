@@ -2,8 +2,9 @@
 import json
 import logging
 import tempfile
+import unicodedata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Union
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import timm
 import torch
@@ -12,6 +13,7 @@ from huggingface_hub.hf_api import ModelInfo
 from huggingface_hub.utils import HFValidationError, RevisionNotFoundError, validate_repo_id
 from timm.utils import unwrap_model
 from torch import nn
+from torch.func import functional_call
 
 from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
@@ -19,7 +21,8 @@ from ..cmhsa import Cmhsa
 from ..destination import FILE_SUFFIXES, check_destination, whole_or_nothing
 from ..files import CheckpointError, read_text
 from ..images import data_config
-from ..messages import one_line
+from ..messages import one_line, shorten
+from ..untrusted import checked_cfg
 from ..version import __version__
 from .card import model_card
 from .errors import HubError, find_token, hub_errors, without_credentials
@@ -64,6 +67,7 @@ def save_for_hub(
             Nothing was written.
     """
     model = _unwrap(model)
+    check_repo_id(repo_id)
     folder = check_destination(folder, None, force)
     if folder.suffix in FILE_SUFFIXES:
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
@@ -77,7 +81,7 @@ def save_for_hub(
     base_model = base_model or source.get('hf_hub_id')
     base_model = None if base_model == repo_id else base_model
     card = model_card(
-        model, repo_id, config['license'], check_names('datasets', datasets), base_model, results, details)
+        model, repo_id, config['license'], check_datasets(datasets), base_model, results, details)
     metadata = {
         'format': 'pt', 'architecture': source['architecture'], 'model_args': json.dumps(json_args(model)),
         'timm_cmhsa_version': __version__}
@@ -104,28 +108,56 @@ def _pretrained_cfg(model: Cmhsa, license: str) -> Dict[str, Any]:
         config.pop(key, None)
     config.update(data_config(model), num_classes=model.num_classes, license=license)
     config.update(label_names=None, label_descriptions=None)  # which timm reads outside of it
+    try:
+        checked_cfg(config)
+    except ValueError as e:
+        raise CheckpointError(f'the pretrained configuration of the model is bad: {e}.') from e
     return config
+
+
+class _Outputs(nn.Module):
+    """Return what a model gives out, and the features that this is made of."""
+
+    def __init__(self, model: Cmhsa) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+        return self.model(images), self.model.forward_features(images)
 
 
 @torch.no_grad()
 def _check_loads_alike(model: Cmhsa, folder: Path) -> None:
-    """Refuse a model that timm cannot load from the folder, or loads as one with other outputs."""
-    like = next(model.parameters())
+    """Refuse a model that timm cannot load from the folder, or loads as one with other outputs.
+
+    Both compute in float64 on the CPU, where nothing hides in rounding, and with other weights as well: with those of a
+    model just converted, whose queries are zero, some changes do not show.
+    """
     advice = 'change a model by reset_classifier, set_input_size or an argument of timm.create_model only.'
     if not all(tensor.isfinite().all() for tensor in model.state_dict().values()):
         raise CheckpointError('the model holds NaN or Inf: the training diverged, take an earlier checkpoint.')
     try:
-        loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).to(like).eval()
+        loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     except (RuntimeError, TypeError, ValueError) as e:
         raise CheckpointError(f'timm cannot make this model again ({one_line(e)}): {advice}') from e
     generator = torch.Generator().manual_seed(0)
-    images = torch.randn(2, model.in_chans, *model.patch_embed.img_size, generator=generator).to(like)
-    with eval_mode(model):
-        outputs = [(each(images).float(), each.forward_features(images).float()) for each in (model, loaded)]
-    for expected, actual in zip(*outputs):
-        tolerance = 16 * torch.finfo(like.dtype).eps * expected.abs().max()
-        if expected.shape != actual.shape or not (actual - expected).abs().max() <= tolerance:
-            raise CheckpointError(f'timm would make this model again with other outputs: {advice}')
+    images = torch.randn(2, model.in_chans, *model.patch_embed.img_size, generator=generator, dtype=torch.float64)
+    tensors = {name: tensor.cpu().double() for name, tensor in model.state_dict().items()}
+    if not all(torch.equal(tensor, tensors[name].to(tensor)) for name, tensor in loaded.state_dict().items()):
+        raise CheckpointError(f'timm would make this model again with other weights: {advice}')
+    noise = {name: torch.randn(tensor.shape, generator=generator) for name, tensor in tensors.items()}
+    for scale in (0., 0.1):
+        outputs = []
+        for each in (model, loaded):
+            state = {name: buffer.cpu() for name, buffer in each.named_buffers()}
+            state.update((name, tensor + scale * noise[name]) for name, tensor in tensors.items())
+            with eval_mode(each):
+                outputs.append(functional_call(
+                    _Outputs(each), {f'model.{name}': tensor for name, tensor in state.items()}, images))
+        for expected, actual in zip(*outputs):
+            alike = expected.shape == actual.shape and (actual - expected).abs().max() <= 1e-9 * expected.abs().max()
+            if not alike:
+                raise CheckpointError(f'timm would make this model again with other outputs: {advice}')
 
 
 def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]:
@@ -140,10 +172,23 @@ def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]
 
 
 def check_names(argument: str, names: Sequence[str]) -> List[str]:
-    """Return names as a list, or refuse what is none."""
+    """Return names as a list, or refuse what is none, and names that are no text in one line."""
     if isinstance(names, (str, Mapping)):
         raise CheckpointError(f'{argument}={names!r} is a {type(names).__name__}: give a list of names.')
-    return [str(name) for name in names]
+    names = [str(name) for name in names]
+    for name in names:
+        if not name.strip() or any(unicodedata.category(c) in ('Cc', 'Cs', 'Zl', 'Zp') for c in name):
+            raise CheckpointError(f'{argument} has the name {name!a}: give text in one line.')
+    return names
+
+
+def check_datasets(names: Sequence[str]) -> List[str]:
+    """Return names of datasets as a list, or refuse what the Hub could not have."""
+    names = check_names('datasets', names)
+    for name in names:
+        if not _is_repo_id(name):
+            raise CheckpointError(f'{name!r} is not the name of a dataset on the Hub, such as uoft-cs/cifar100.')
+    return names
 
 
 def push_to_hub(
@@ -180,17 +225,24 @@ def push_to_hub(
 
 def check_push(repo_id: str, revision: Optional[str], create_pr: bool, commit_message: str) -> None:
     """Refuse what could not be pushed, before any work is done."""
-    try:
-        validate_repo_id(repo_id)
-        valid = repo_id.count('/') == 1
-    except HFValidationError:
-        valid = False
-    if not valid:
-        raise CheckpointError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.')
+    check_repo_id(repo_id)
     if create_pr and revision not in (None, constants.DEFAULT_REVISION):
         raise CheckpointError(f'a pull request is always to the main branch: leave out the revision {revision}.')
     if revision == '' or not commit_message:
         raise CheckpointError('a revision and a commit message must not be empty: leave them out, or give one.')
+
+
+def check_repo_id(repo_id: str) -> None:
+    if not (_is_repo_id(repo_id) and repo_id.count('/') == 1):
+        raise CheckpointError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.')
+
+
+def _is_repo_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def push_folder_to_hub(
@@ -296,7 +348,7 @@ def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]
     ours = _architecture_and_classes(read_text(folder / 'config.json'))
     theirs = _architecture_and_classes(_read_remote(api, info, 'config.json')) if 'config.json' in names else None
     if theirs is None or ours != theirs:
-        what = 'of unknown architecture' if theirs is None else f'{theirs[0]} with {theirs[1]} classes'
+        what = 'of unknown architecture' if theirs is None else f'{shorten(theirs[0])[1:-1]} with {theirs[1]} classes'
         raise HubError(
             f'{info.id} holds another model ({what}): choose another name, or replace it with overwrite_model=True.')
 
@@ -305,6 +357,7 @@ def _architecture_and_classes(config: bytes) -> Any:
     """Return what a config.json tells of a model, None if it is no configuration of timm's."""
     try:
         content = json.loads(config)
-        return content['architecture'], content['num_classes']
+        architecture, num_classes = content['architecture'], content['num_classes']
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
+    return (architecture, num_classes) if isinstance(architecture, str) and isinstance(num_classes, int) else None
