@@ -199,7 +199,8 @@ class Verification:
 def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
     """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
-    Every layer gets the input of its convolution, so that its error is its own.
+    Every layer gets the input of its convolution, so that its error is its own. Both models are in eval mode meanwhile,
+    the first with hooks: no other thread should use them.
 
     Args:
         model, converted: Models to compare, or wrappers of them.

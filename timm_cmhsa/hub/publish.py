@@ -49,6 +49,8 @@ def save_for_hub(
     """Write what is published of a model: model.safetensors, config.json and README.md.
 
     `timm.create_model('local-dir:FOLDER', pretrained=True)` loads it, and so does `hf-hub:USER/NAME` once it is there.
+    What it loads is compared with the model, which is in eval mode meanwhile, with other weights: no other thread
+    should use it.
 
     Args:
         model: A model of this package, phase 1 or 2, or a wrapper of one, such as DistributedDataParallel.
