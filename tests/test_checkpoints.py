@@ -592,26 +592,24 @@ def test_what_is_told_must_agree_with_what_the_checkpoint_tells(tmp_path, capsys
 
 
 def test_models_that_others_registered(tmp_path):
-    def other_conv(pretrained=False, **kwargs):
-        return create_cmhsa(CmhsaConv, 'other_conv', pretrained, kwargs, global_pool='max')
+    def other_cmhsa_conv(pretrained=False, **kwargs):
+        return create_cmhsa(CmhsaConv, 'other_cmhsa_conv', pretrained, kwargs, global_pool='max')
 
-    other_conv.__module__ = __name__
-    default_cfgs = {'other_conv': cfg(input_size=(3, 16, 16))}
+    other_cmhsa_conv.__module__ = __name__
+    default_cfgs = {'other_cmhsa_conv': cfg(input_size=(3, 16, 16))}
     sys.modules[__name__].default_cfgs = generate_default_cfgs(default_cfgs)
-    register_model(other_conv)
-    model = timm.create_model('other_conv', img_size=16, patch_size=4, depth=1, num_classes=3).eval()
-    for name, source in (('other_conv', 'default of other_conv'), ('unknown', 'default of cmhsa_conv_k3_patch4_32')):
+    register_model(other_cmhsa_conv)
+    model = timm.create_model('other_cmhsa_conv', img_size=16, patch_size=4, depth=1, num_classes=3).eval()
+    defaults = {'other_cmhsa_conv': 'other_cmhsa_conv', 'unknown': 'cmhsa_conv_k3_patch4_32'}
+    for name, default in defaults.items():
         torch.save({'arch': name, 'state_dict': model.state_dict()}, tmp_path / 'a.pth')
         report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / name)
-        assert report.img_size_source == source
+        assert report.img_size_source == f'default of {default}'
         assert ('global_pool' in report.assumed) == (name == 'unknown')
     assert_same_function(
-        model, timm.create_model(f'local-dir:{tmp_path / "other_conv"}', pretrained=True), size=(16, 16))
+        model, timm.create_model(f'local-dir:{tmp_path / "other_cmhsa_conv"}', pretrained=True), size=(16, 16))
     report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'asked', model='test_cmhsa_attn')
     assert report.img_size_source == 'default of test_cmhsa_attn'
-    torch.save({'arch': 'resnet18', 'state_dict': model.state_dict()}, tmp_path / 'a.pth')
-    with pytest.raises(CheckpointError, match='resnet18'):
-        convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'no')
 
 
 @pytest.mark.parametrize('wrapped', ['module.', '_orig_mod.', 'module._orig_mod.'])
@@ -629,7 +627,7 @@ def test_a_name_that_is_there_twice(wrapped, conv_model, tmp_path, capsys):
 
 @pytest.mark.parametrize('name', ['a.pth', 'a.safetensors'])
 def test_the_digest_is_that_of_what_was_read(name, conv_model, tmp_path):
-    """Whoever opens the file a second time finds another one."""
+    """Whoever opens the file a second time finds another one, and must not mix the two."""
     path, opened = tmp_path / name, []
     save = safetensors.torch.save_file if name == 'a.safetensors' else torch.save
     save(conv_model.state_dict(), path)
@@ -641,8 +639,10 @@ def test_the_digest_is_that_of_what_was_read(name, conv_model, tmp_path):
             path.write_bytes(b'another file')
 
     sys.addaudithook(replace)
-    report = convert_checkpoint(path, tmp_path / 'out')
-    assert report.source['SHA-256'] == digest
+    try:
+        assert convert_checkpoint(path, tmp_path / 'out').source['SHA-256'] == digest
+    except CheckpointError:
+        assert not (tmp_path / 'out').exists()
 
 
 def test_a_size_that_disagrees_with_the_checkpoint_is_refused(tmp_path, capsys):

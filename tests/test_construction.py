@@ -384,10 +384,10 @@ def test_theorem_5_fewer_than_k_times_k_pixel_heads_cannot(kernel_size):
     (nn.Conv2d(3, 3, 4, padding=1), {}, 'use an odd kernel'),
     (nn.Conv2d(3, 3, (4, 3), stride=(1, 2), padding=(0, 1)), {}, 'use an odd kernel'),
     (nn.Conv2d(3, 3, (3, 5)), {}, r'use padding=\(1, 2\)'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 0}, 'must be positive'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 0}, 'must be a positive whole number'),
     (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 5, 'head_dim': 17}, 'it takes 11 heads of 17 or 9 heads of 48'),
     (nn.Conv2d(3, 3, 5, dilation=3, padding='valid'), {}, r'use padding=\(6, 6\)'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'head_dim': 0}, 'must be positive'),
+    (nn.Conv2d(3, 3, 3, padding=1), {'head_dim': 0}, 'must be a positive whole number'),
     (nn.Conv2d(3, 3, 3, padding=1), {'grid_size': 0}, 'must be positive'),
 ])
 def test_no_exact_rewrite_is_an_error_that_says_what_would_do(conv, kwargs, message):
