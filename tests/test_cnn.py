@@ -465,5 +465,5 @@ def test_attended_model_is_traced_and_fused_like_others():
 def test_widths_of_heads_are_chosen_by_their_cost():
     """Few heads as wide as a patch where softmaxes cost most, many as wide as a pixel elsewhere."""
     stem, late = nn.Conv2d(3, 64, 7, stride=2, padding=3), nn.Conv2d(256, 512, 3, stride=2, padding=1)
-    assert cnn._cheapest_head_dim(stem, (2, 2), (112, 112)) == 12
-    assert cnn._cheapest_head_dim(late, (2, 2), (7, 7)) == 256
+    assert cnn._cheapest_head_dim(stem, (2, 2), (112, 112), cnn.HeadOptions()) == 12
+    assert cnn._cheapest_head_dim(late, (2, 2), (7, 7), cnn.HeadOptions()) == 256

@@ -8,7 +8,7 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 from timm_cmhsa import RelPosAttention
-from timm_cmhsa.rel_pos import ENCODINGS, RelPosTable, create_rel_pos, resize_bias_table
+from timm_cmhsa.rel_pos import ENCODINGS, RelPosTable, create_rel_pos
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -17,7 +17,7 @@ pairs = st.tuples(sizes, sizes)
 @given(grid=pairs, new_grid=pairs)
 def test_bias_table_keeps_every_offset_that_both_grids_know(grid, new_grid):
     table = torch.randn((2 * grid[0] - 1) * (2 * grid[1] - 1), 2)
-    resized = resize_bias_table(table, grid, new_grid)
+    resized = RelPosTable(grid, num_heads=2).resize_table(table, grid, new_grid)
     assert resized.shape == ((2 * new_grid[0] - 1) * (2 * new_grid[1] - 1), 2)
     for row, col in itertools.product(range(1 - new_grid[0], new_grid[0]), range(1 - new_grid[1], new_grid[1])):
         actual = resized[(row + new_grid[0] - 1) * (2 * new_grid[1] - 1) + col + new_grid[1] - 1]
@@ -38,6 +38,8 @@ def expected_bias(rel_pos, head, row, col, q):
         inv_covariance = rel_pos.inv_std[head] @ rel_pos.inv_std[head].T
         return -(offset - rel_pos.center[head]) @ inv_covariance @ (offset - rel_pos.center[head]) / 2
     height, width = rel_pos.grid_size
+    if rel_pos.name == 'padded_table':  # with a padding of one patch
+        return 10 * rel_pos.relative_position_bias_table[(height - row) * (2 * width + 1) + width - col, head]
     # embeddings are in the order of query minus key, as timm's tables are
     embed = torch.cat([rel_pos.row_embed[height - 1 - row], rel_pos.col_embed[width - 1 - col]])
     if rel_pos.name == 'learned':
@@ -49,6 +51,7 @@ def expected_bias(rel_pos, head, row, col, q):
 @given(grid=pairs, num_heads=sizes, head_dim=st.integers(1, 5), zero_key=st.booleans(), seed=st.integers(0, 2 ** 16))
 def test_bias_is_the_papers(name, grid, num_heads, head_dim, zero_key, seed):
     torch.manual_seed(seed)
+    zero_key |= name == 'padded_table'
     rel_pos = create_rel_pos(name, grid, num_heads, head_dim, zero_key, dtype=torch.float64)
     for parameter in rel_pos.parameters():
         nn.init.normal_(parameter)
@@ -61,7 +64,7 @@ def test_bias_is_the_papers(name, grid, num_heads, head_dim, zero_key, seed):
             row, col = positions[j][0] - positions[i][0], positions[j][1] - positions[i][1]
             expected = expected_bias(rel_pos, head, row, col, q[-1, head, i])
             torch.testing.assert_close(bias[-1, head, i, j], expected, atol=1e-10, rtol=1e-10)
-    if zero_key:
+    if zero_key and name != 'padded_table':
         assert torch.equal(bias[..., -1], rel_pos.zero_key_bias.view(1, -1, 1).expand_as(bias[..., -1]))
 
 
@@ -75,7 +78,35 @@ def test_offset_bias_is_in_the_order_of_offsets(name):
     assert torch.equal(bias[0, :, 11, 0], by_offset[-2, -3])
 
 
-@pytest.mark.parametrize('name', ENCODINGS)
+@given(grid=pairs, padding=st.tuples(st.integers(0, 2), st.integers(0, 2)), seed=st.integers(0, 2 ** 16))
+def test_the_zero_key_of_a_padded_table_stands_for_the_ring(grid, padding, seed):
+    torch.manual_seed(seed)
+    rel_pos = create_rel_pos('padded_table', grid, 2, 4, padding=padding, dtype=torch.float64)
+    for parameter in rel_pos.parameters():
+        nn.init.normal_(parameter)
+    bias = rel_pos.get_bias()[0]
+    by_offset = dict(zip(map(tuple, rel_pos.offsets.tolist()), rel_pos.offset_bias()))
+    rows, cols = (range(-pad, size + pad) for size, pad in zip(grid, padding))
+    ring = [(row, col) for row in rows for col in cols if not (0 <= row < grid[0] and 0 <= col < grid[1])]
+    assert len(ring) + grid[0] * grid[1] == rel_pos.num_keys(grid)
+    for i, (row, col) in enumerate(itertools.product(range(grid[0]), range(grid[1]))):
+        weights = sum((by_offset[r - row, c - col].exp() for r, c in ring), torch.zeros(2, dtype=torch.float64))
+        torch.testing.assert_close(bias[:, i, -1], weights.log() + rel_pos.zero_key_bias, atol=1e-10, rtol=1e-10)
+
+
+@given(grid=pairs, new_grid=pairs, bias=st.floats(0, 100))
+def test_a_padded_table_gives_its_offsets_the_same_weight_at_any_size(grid, new_grid, bias):
+    rel_pos = create_rel_pos('padded_table', grid, 1, 4, dtype=torch.float64)
+    rel_pos.point_head(0, [(0, 1)], bias)
+    before = rel_pos.get_bias().softmax(dim=-1)[0, 0]
+    rel_pos.set_grid_size(new_grid)
+    after = rel_pos.get_bias().softmax(dim=-1)[0, 0]
+    if grid[1] > 1 and new_grid[1] > 1:  # else that offset is in the padding
+        torch.testing.assert_close(after[0, 1] - after[0, 0], before[0, 1] - before[0, 0], atol=1e-12, rtol=1e-9)
+    assert rel_pos.relative_position_bias_table.isfinite().all()
+
+
+@pytest.mark.parametrize('name', [name for name in ENCODINGS if name != 'padded_table'])
 @given(grid=pairs, new_grid=pairs)
 def test_every_encoding_keeps_the_offsets_that_both_grids_know(name, grid, new_grid):
     rel_pos = create_rel_pos(name, grid, 2, 4).requires_grad_(False)
@@ -142,7 +173,7 @@ def test_layers_of_many_tokens_attend_in_chunks():
 
 
 def test_unknown_encodings_are_told():
-    with pytest.raises(ValueError, match='use table, quadratic, quadratic_gen, learned, learned_content'):
+    with pytest.raises(ValueError, match='use table, padded_table, quadratic, quadratic_gen, learned, learned_content'):
         create_rel_pos('cubic', (2, 2), 1, 4)
 
 

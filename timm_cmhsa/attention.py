@@ -48,6 +48,7 @@ class RelPosAttention(OnGrid, Attention):
             attn_drop: float = 0.,
             proj_drop: float = 0.,
             rel_pos: str = 'table',
+            padding: Optional[Size2d] = None,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
     ) -> None:
@@ -62,6 +63,7 @@ class RelPosAttention(OnGrid, Attention):
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
             rel_pos: Relative position encoding, see `create_rel_pos`.
+            padding: Patches around the grid that the zero key of a 'padded_table' stands for.
 
         Raises:
             ValueError: If there is no head, a head has no width, or there is no such encoding.
@@ -82,7 +84,8 @@ class RelPosAttention(OnGrid, Attention):
             proj_drop=proj_drop,
             **dd,
         )
-        self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, self.head_dim, **dd)
+        self.rel_pos = create_rel_pos(
+            rel_pos, to_2tuple(grid_size), num_heads, self.head_dim, padding=padding, **dd)
         self.absorb, self.chunk_size = self.default_form()
         self.reset_parameters()
 

@@ -20,7 +20,7 @@ from torch import nn
 from .attention import RelPosAttention
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import resize_bias_table, resize_offset_embed
+from .rel_pos import PaddedRelPosTable, RelPosTable, resize_offset_embed
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
@@ -183,6 +183,7 @@ class CmhsaAttn(Cmhsa):
             head_dim: Optional[int] = None,
             qkv_bias: bool = True,
             rel_pos: str = 'table',
+            padding: Optional[Size2d] = None,
             **kwargs: Any,
     ) -> None:
         """
@@ -190,7 +191,9 @@ class CmhsaAttn(Cmhsa):
             num_heads: Number of heads, N_H, of every block or of each.
             head_dim: Width of a head, d_H; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
-            rel_pos: Relative position encoding: 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'.
+            rel_pos: Relative position encoding: 'table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned' or
+                'learned_content'.
+            padding: Patches around the grid that the zero key of a 'padded_table' stands for; by default one.
             **kwargs: See `Cmhsa`.
         """
         super().__init__(**kwargs)
@@ -205,6 +208,7 @@ class CmhsaAttn(Cmhsa):
                 attn_drop=self.drop_rates['attn_drop_rate'],
                 proj_drop=self.drop_rates['proj_drop_rate'],
                 rel_pos=rel_pos,
+                padding=padding,
                 **dd,
             )
 
@@ -214,7 +218,8 @@ class CmhsaAttn(Cmhsa):
             raise ValueError('A model that was reparameterized for inference cannot be built anew: use its source.')
         return dict(
             super().model_args(), num_heads=common_num_heads(self.blocks), head_dim=attn.head_dim,
-            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name)
+            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name,
+            padding=attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None)
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
@@ -247,7 +252,7 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
     """Pad or crop the bias tables, and embeddings of offsets, of a checkpoint made for another image size."""
-    grid_size = model.patch_embed.grid_size
+    grid_size, modules = model.patch_embed.grid_size, dict(model.named_modules())
     out_dict = {}
     for name, tensor in state_dict.items():
         if name.endswith('.rel_pos.row_embed'):
@@ -255,20 +260,22 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
         elif name.endswith('.rel_pos.col_embed'):
             tensor = resize_offset_embed(tensor, grid_size[1])
         elif name.endswith('.relative_position_bias_table'):
-            source_grid_size = _source_grid_size(model, len(tensor))
-            if source_grid_size is not None and source_grid_size != grid_size:
-                tensor = resize_bias_table(tensor, source_grid_size, grid_size)
+            rel_pos = modules.get(name.rpartition('.')[0])
+            if isinstance(rel_pos, RelPosTable):
+                source_grid_size = _source_grid_size(model, len(tensor), rel_pos.padding)
+                if source_grid_size is not None and source_grid_size != grid_size:
+                    tensor = rel_pos.resize_table(tensor, source_grid_size, grid_size)
         out_dict[name] = tensor
     return out_dict
 
 
-def _source_grid_size(model: Cmhsa, table_length: int) -> Optional[Tuple[int, int]]:
+def _source_grid_size(model: Cmhsa, table_length: int, padding: Tuple[int, int]) -> Optional[Tuple[int, int]]:
     """Return the grid of a bias table: what its checkpoint says if that fits, else the model's, else a square one."""
     source_size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
     told = tuple(s // p for s, p in zip(to_2tuple(source_size), model.patch_embed.patch_size))
     side = (math.isqrt(table_length) + 1) // 2
-    for grid_h, grid_w in (told, model.patch_embed.grid_size, (side, side)):
-        if (2 * grid_h - 1) * (2 * grid_w - 1) == table_length:
+    for grid_h, grid_w in (told, model.patch_embed.grid_size, (side - padding[0], side - padding[1])):
+        if (2 * (grid_h + padding[0]) - 1) * (2 * (grid_w + padding[1]) - 1) == table_length:
             return grid_h, grid_w
     return None
 
@@ -305,11 +312,14 @@ default_cfgs = generate_default_cfgs({
     'cmhsa_conv_k5': cfg(**_CONV),
     'cmhsa_attn': cfg(),
     'cmhsa_attn_16x96': cfg(),
+    'cmhsa_attn_soft': cfg(),
+    'cmhsa_attn_soft_20x96': cfg(),
 
     'cmhsa_conv_k3_patch4_32': cfg(**_CONV, **_SMALL),
     'cmhsa_conv_k5_patch4_32': cfg(**_CONV, **_SMALL),
     'cmhsa_attn_patch4_32': cfg(**_SMALL),
     'cmhsa_attn_16x48_patch4_32': cfg(**_SMALL),
+    'cmhsa_attn_soft_patch4_32': cfg(**_SMALL),
 
     'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
     'test_cmhsa_attn': cfg(**_SMALL),
@@ -344,6 +354,19 @@ def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 
 @register_model
+def cmhsa_attn_soft(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, with 10 heads of 768: as many as soft ones need, which can learn to look. """
+    return create_cmhsa(CmhsaAttn, 'cmhsa_attn_soft', pretrained, kwargs, num_heads=10, rel_pos='padded_table')
+
+
+@register_model
+def cmhsa_attn_soft_20x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, with 20 thin heads of 96: as many as soft heads of 5 x 5 convolutions need. """
+    return create_cmhsa(
+        CmhsaAttn, 'cmhsa_attn_soft_20x96', pretrained, kwargs, num_heads=20, head_dim=96, rel_pos='padded_table')
+
+
+@register_model
 def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
     return create_cmhsa(CmhsaConv, 'cmhsa_conv_k3_patch4_32', pretrained, kwargs, kernel_size=3, **_PATCH4_32)
@@ -366,6 +389,13 @@ def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> Cmhsa
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 16 thin heads of 48. """
     return create_cmhsa(
         CmhsaAttn, 'cmhsa_attn_16x48_patch4_32', pretrained, kwargs, num_heads=16, head_dim=48, **_PATCH4_32)
+
+
+@register_model
+def cmhsa_attn_soft_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 10 heads of 192, soft ones. """
+    return create_cmhsa(
+        CmhsaAttn, 'cmhsa_attn_soft_patch4_32', pretrained, kwargs, num_heads=10, rel_pos='padded_table', **_PATCH4_32)
 
 
 @register_model

@@ -91,16 +91,15 @@ class AttendedConv2d(nn.Module):
             map_size: Tuple[int, ...],
             out_size: Tuple[int, ...],
             patch_size: Size2d,
-            rel_pos: str,
+            heads: HeadOptions,
             generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.map_size, self.out_size = (map_size[0], map_size[1]), (out_size[0], out_size[1])
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
         self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
-        head_dim = _cheapest_head_dim(conv, self.patch_size, self.grid_size)
-        options = HeadOptions(head_dim=head_dim, rel_pos=rel_pos)
-        self.attn = rewrite(conv, self.patch_size, self.grid_size, options, generator)
+        heads = heads._replace(head_dim=_cheapest_head_dim(conv, self.patch_size, self.grid_size, heads))
+        self.attn = rewrite(conv, self.patch_size, self.grid_size, heads, generator)
         self.attn.requires_grad_(conv.weight.requires_grad).train(conv.training)
         if conv.bias is not None:
             self.attn.proj.bias.requires_grad_(conv.bias.requires_grad)
@@ -143,6 +142,7 @@ def attend_convs(
         input_size: Optional[Sequence[int]] = None,
         patch_size: int = 1,
         rel_pos: str = 'table',
+        peak: Optional[float] = None,
 ) -> nn.Module:
     """Replace convolutions of a CNN, in place, by self-attention that computes the same function.
 
@@ -161,6 +161,8 @@ def attend_convs(
         input_size: Shape of the model's input, (C, H, W), or (C, L) for sequences; by default the model's own.
         patch_size: Side of the patch of a feature map that is a token; rounded up to a multiple of the stride.
         rel_pos: Relative position encoding, see `conv2d_to_attention`.
+        peak: Weight that a head gives to its own offset, for attention that can learn where to look when the model is
+            fine-tuned, see `conv2d_to_attention`; by default all of it.
 
     Returns:
         The model.
@@ -189,7 +191,8 @@ def attend_convs(
             if any(owners[id(parameter)] > 1 for parameter in conv._parameters.values() if parameter is not None):
                 raise ValueError('It shares its weight or bias with another module.')
             if conv not in attended:
-                attended[conv] = _attend(conv, shapes[conv], patch_size, rel_pos, generator)
+                heads = HeadOptions(rel_pos=rel_pos, peak=peak)
+                attended[conv] = _attend(conv, shapes[conv], patch_size, heads, generator)
         except (ValueError, TypeError) as e:
             kept[name] = str(e)
     if not attended:
@@ -265,7 +268,7 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
 
 
 def _attend(
-        conv: Any, shapes: Shapes, patch_size: int, rel_pos: str, generator: torch.Generator) -> AttendedConv2d:
+        conv: Any, shapes: Shapes, patch_size: int, heads: HeadOptions, generator: torch.Generator) -> AttendedConv2d:
     if len(shapes) != 1:
         raise ValueError('It is not called.' if not shapes else f'It is called with maps of {len(shapes)} sizes.')
     (in_shape, out_shape), = shapes
@@ -283,12 +286,12 @@ def _attend(
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
         conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, *map_size), (1, *out_size), (1, patch_size), rel_pos, generator)
+        return AttendedConv1d(conv, (1, *map_size), (1, *out_size), (1, patch_size), heads, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(map_size, conv.kernel_size, conv.stride, conv.dilation)
         padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
         conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
-    return AttendedConv2d(conv, map_size, out_size, patch_size, rel_pos, generator)
+    return AttendedConv2d(conv, map_size, out_size, patch_size, heads, generator)
 
 
 def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:
@@ -323,13 +326,18 @@ def _tokens(
     return patch_size, grid_size
 
 
-def _cheapest_head_dim(conv: nn.Conv2d, patch_size: Tuple[int, int], grid_size: Tuple[int, int]) -> int:
+def _cheapest_head_dim(
+        conv: nn.Conv2d,
+        patch_size: Tuple[int, int],
+        grid_size: Tuple[int, int],
+        heads: HeadOptions,
+) -> int:
     """Return the width of a pixel or of a patch: many thin heads, or few wide ones."""
     num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
 
     def cost(head_dim: int) -> int:
-        num_heads = len(plan_heads(conv, patch_size, grid_size, head_dim=head_dim))
+        num_heads = len(plan_heads(conv, patch_size, grid_size, head_dim, peak=heads.peak))
         plain, _ = multiplications(dim, dim_out, head_dim, num_patches)
         return num_heads * (plain + SOFTMAX_MACS * num_patches)
 

@@ -3,11 +3,15 @@
 Every patch that a convolution reads from lies at one of a few offsets from the patch that it writes to. A head attends
 to the patch at its offset and nowhere else, its values pick the pixels that matter there, and the output projection
 applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
+
+With a peak, heads also look at everything else, by the same weights at every query. What that adds is uniform: further
+heads, which look at everything alike, take it away again. The rewrite is as exact, and its softmaxes can learn (see
+docs/theory.md).
 """
 import itertools
 import math
 from numbers import Integral
-from typing import Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +20,10 @@ from torch import nn
 
 from .attention import RelPosAttention
 from .patches import Size2d
-from .rel_pos import POINTABLE, OffsetRelPos
+from .rel_pos import POINTABLE, OffsetRelPos, PaddedRelPosTable
 
 MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
+TABLES = ('table', 'padded_table')
 MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
 
 
@@ -29,6 +34,7 @@ class HeadOptions(NamedTuple):
     sharpness: Optional[float] = None
     approximate: bool = False
     rel_pos: str = 'table'
+    peak: Optional[float] = None
 
     def check(self) -> None:
         """Refuse what expresses no convolution, whichever it is.
@@ -43,19 +49,23 @@ class HeadOptions(NamedTuple):
                 raise ValueError(f'{name}={value} must be a positive whole number.')
         if self.sharpness is not None and not 0 < self.sharpness <= MAX_SHARPNESS:
             raise ValueError(f'sharpness={self.sharpness} must be positive, and {MAX_SHARPNESS} at most.')
+        if self.peak is not None and not 0 < self.peak < 1:
+            raise ValueError(f'peak={self.peak} must be between 0 and 1.')
+        if self.peak is not None and self.rel_pos not in TABLES:
+            raise ValueError(f"peak={self.peak} is for rel_pos='table', where {self.rel_pos!r} was asked for.")
 
 
 class Head(NamedTuple):
-    """What one head carries from the patch at its offset to the query patch."""
-    offset: Tuple[int, int]  # key patch minus query patch, (row, column)
+    """What one head carries to the query patch, from the patch at its offset or from the mean of all patches."""
+    offset: Optional[Tuple[int, int]]  # key patch minus query patch, (row, column); None for the mean
     inputs: torch.Tensor  # indices into the flattened key patch, at most head_dim of them
-    row_tap: torch.Tensor  # see `_axis_taps`
-    col_tap: torch.Tensor
+    taps: Tuple[torch.Tensor, ...] = ()  # of rows and of columns, see `_axis_taps`; none for the mean
+    is_soft: bool = False  # looks at all other patches as well
 
 
 class Factors(NamedTuple):
-    """What one head adds to the output, of the patch at its offset: patch @ value.T @ output."""
-    offset: Tuple[int, int]
+    """What one head adds to the output, of the patch or the mean that it looks at: patch @ value.T @ output."""
+    head: Head
     value: torch.Tensor  # (at most head_dim, P_h * P_w * C_in)
     output: torch.Tensor  # (the same, P_h * P_w * C_out / stride^2)
 
@@ -70,6 +80,7 @@ def conv2d_to_attention(
         sharpness: Optional[float] = None,
         approximate: bool = False,
         rel_pos: str = 'table',
+        peak: Optional[float] = None,
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
@@ -93,12 +104,16 @@ def conv2d_to_attention(
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Several thinner heads share an
             offset.
         sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all others; by default
-            `exact_sharpness`. A lower one lets the attention pattern learn sooner and costs exactness. It is alpha of
-            the quadratic encodings, whose biases are 0, -M / 2, and -M times the squared distance.
+            `exact_sharpness`. A lower one costs exactness; see `peak`. It is alpha of the quadratic encodings, whose
+            biases are 0, -M / 2, and -M times the squared distance.
         approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
             whose heads attend to one offset each (see `best_factors`) instead of raising an error.
-        rel_pos: Relative position encoding: 'table' (Theorem 1), 'quadratic' (Lemma 2 of arXiv 1911.03584) or
-            'quadratic_gen' (its Appendix E).
+        rel_pos: Relative position encoding: 'table' (Theorem 1), 'padded_table', 'quadratic' (Lemma 2 of
+            arXiv 1911.03584) or 'quadratic_gen' (its Appendix E).
+        peak: Weight that a head gives to its own offset where that is inside the image, between that of the mean and 1.
+            Heads can then learn where to look, which one-hot ones cannot, and the rewrite is as exact. It takes one
+            more wide head, or a few thin ones, and a 'padded_table'; heads of offset (0, 0) stay one-hot where that
+            saves some. By default all heads are one-hot.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -114,7 +129,7 @@ def conv2d_to_attention(
         spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
         remedy = 'an odd kernel' if any(span % 2 for span in spans) else f'padding=({spans[0] // 2}, {spans[1] // 2})'
         raise ValueError(f'padding={conv.padding!r} does not keep the size (divided by the stride): use {remedy}.')
-    options = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
+    options = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak)
     return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0))
 
 
@@ -131,13 +146,13 @@ def rewrite(
     Output patches then go on beyond, or end before, the output of the convolution.
     """
     options.check()
-    heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.rel_pos)
+    heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.rel_pos, options.peak)
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
     factors: Iterable[Factors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
-        if not options.approximate:
+        if not options.approximate or options.peak is not None:
             raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
         factors = best_factors(conv, heads, num_heads, grid_size, options)
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
@@ -151,23 +166,36 @@ def rewrite(
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
         attn = RelPosAttention(
-            dim, grid_size, num_heads, options.head_dim, dim_out=dim_out, rel_pos=options.rel_pos,
-            dtype=conv.weight.dtype)
+            dim, grid_size, num_heads, options.head_dim, dim_out=dim_out, dtype=conv.weight.dtype,
+            **_encoding(conv, heads, options))
     attn.to_empty(device='cpu').reset_parameters(generator)
     assert isinstance(attn.rel_pos, OffsetRelPos)
+    num_keys, soft_sharpness = 0, 0.
+    if isinstance(attn.rel_pos, PaddedRelPosTable):
+        num_keys = attn.rel_pos.num_keys(attn.grid_size)
+    if options.peak is not None and any(head.is_soft for head in heads):
+        soft_sharpness = peak_sharpness(options.peak, num_keys)
     query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
-    for i, head in enumerate(factors):
-        width = len(head.value)
-        query[i] = 0
-        value[i, :width] = head.value.to(value.dtype)
-        output[:, i, :width] = head.output.T.to(output.dtype)
-        rows, cols = ([o] for o in head.offset)
+    leak = 0.  # of soft heads: what they add of the mean for what they add of their offset
+    for i, (head, inputs, outputs) in enumerate(factors):
+        row, col = head.offset or (0, 0)
+        rows, cols = [row], [col]
         if _heads_wrap(conv, options.rel_pos):
-            rows, cols = _wrapped(head.offset[0], grid_h), _wrapped(head.offset[1], grid_w)
-        attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), sharpness)
+            rows, cols = _wrapped(row, grid_h), _wrapped(col, grid_w)
+        bias = 0. if head.offset is None else soft_sharpness if head.is_soft else sharpness
+        attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), bias)
+        if head.offset is None:
+            outputs = outputs * -leak
+        elif head.is_soft:
+            bias = attn.rel_pos.offset_bias()[:, i].max().item()  # as its type has rounded it
+            leak = num_keys / math.expm1(bias)
+            outputs = outputs * (1 + leak)
+        query[i] = 0
+        value[i, :len(inputs)] = inputs.to(value.dtype)
+        output[:, i, :len(inputs)] = outputs.T.to(output.dtype)
     if conv.bias is not None:
         attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
     return attn.to(conv.weight.device)
@@ -179,11 +207,13 @@ def plan_heads(
         grid_size: Size2d,
         head_dim: Optional[int] = None,
         rel_pos: str = 'table',
+        peak: Optional[float] = None,
 ) -> List[Head]:
     """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole.
 
     With full-width heads and a grid that is larger than the kernel's reach, these are the
-    (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. Arguments and errors are those of `conv2d_to_attention`.
+    (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, those that take the mean away come last. Arguments
+    and errors are those of `conv2d_to_attention`.
     """
     _check_plain(conv)
     HeadOptions(head_dim=head_dim, rel_pos=rel_pos).check()
@@ -206,13 +236,44 @@ def plan_heads(
             reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
             reads = reads.flatten().repeat_interleave(conv.in_channels)
             inputs = reads.nonzero().flatten() if head_dim < len(reads) else torch.arange(len(reads), device='cpu')
-            heads += [Head((row, col), chunk, row_tap, col_tap) for chunk in inputs.split(head_dim)]
-    return heads
+            heads += [Head((row, col), chunk, (row_tap, col_tap)) for chunk in inputs.split(head_dim)]
+    return heads if peak is None else _soften(heads, head_dim)
+
+
+def _soften(heads: List[Head], head_dim: int) -> List[Head]:
+    """Make heads soft, and add those that carry the mean. The heads of offset (0, 0) are soft if that takes no more."""
+    sides = [head for head in heads if head.offset != (0, 0)]
+    if not sides:
+        return heads
+    means, means_of_sides = (
+        torch.cat([head.inputs for head in soft]).unique().split(head_dim) for soft in (heads, sides))
+    center_is_soft = len(means) == len(means_of_sides)
+    heads = [head._replace(is_soft=center_is_soft or head.offset != (0, 0)) for head in heads]
+    return heads + [Head(None, inputs) for inputs in (means if center_is_soft else means_of_sides)]
+
+
+def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[str, Any]:
+    """Return the encoding of the layer, and the padding that its heads can reach, as arguments."""
+    if options.peak is None and options.rel_pos != PaddedRelPosTable.name:
+        return {'rel_pos': options.rel_pos}
+    offsets = [head.offset for head in heads if head.offset is not None]
+    wraps = _heads_wrap(conv, options.rel_pos)
+    return {
+        'rel_pos': PaddedRelPosTable.name,
+        'padding': (0, 0) if wraps else tuple(max(map(abs, axis), default=0) for axis in zip(*offsets)),
+    }
+
+
+def peak_sharpness(peak: float, num_keys: int) -> float:
+    """Return the bias that gives one of so many keys this weight, where all others have bias 0."""
+    if not 1 / num_keys < peak < 1:
+        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, the share of each of {num_keys} keys.')
+    return math.log(peak * (num_keys - 1) / (1 - peak))
 
 
 def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
     """Return an error message that names numbers and widths of heads that suffice."""
-    sizes: Dict[Tuple[int, int], int] = {}
+    sizes: Dict[Optional[Tuple[int, int]], int] = {}
     for head in heads:
         sizes[head.offset] = sizes.get(head.offset, 0) + len(head.inputs)
     largest = max(sizes.values())
@@ -227,10 +288,15 @@ def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:
     """Yield for every head the values that pick its inputs, and the weights by which the kernel reads these."""
     kernel = _dense_kernel(conv)
     block, block_offset = kernel, None
+    mean_block: Any = 0.  # what all soft heads apply to what they look at
     for head in heads:
-        if head.offset != block_offset:
-            block, block_offset = _offset_block(kernel, head.row_tap, head.col_tap), head.offset
-        yield Factors(head.offset, F.one_hot(head.inputs, len(block)), block[head.inputs])
+        if head.offset is None:
+            block, block_offset = mean_block, None
+        elif head.offset != block_offset:
+            block, block_offset = _offset_block(kernel, *head.taps), head.offset
+        if head.is_soft:
+            mean_block = mean_block + block * F.one_hot(head.inputs, len(block)).sum(dim=0).unsqueeze(1)
+        yield Factors(head, F.one_hot(head.inputs, len(block)), block[head.inputs])
 
 
 def best_factors(
@@ -250,16 +316,16 @@ def best_factors(
     kernel, (grid_h, grid_w), wraps = _dense_kernel(conv), to_2tuple(grid_size), _heads_wrap(conv, options.rel_pos)
     choices = []
     for head in {head.offset: head for head in heads}.values():  # one for each offset: its inputs do not matter
-        row, col = head.offset
+        row, col = head.offset or (0, 0)
         num_patches = grid_h * grid_w if wraps else (grid_h - abs(row)) * (grid_w - abs(col))
-        block = _offset_block(kernel, head.row_tap, head.col_tap)
+        block = _offset_block(kernel, *head.taps)
         inputs, outputs = block.any(dim=1), block.any(dim=0)
         left, scales, right = torch.linalg.svd(block[inputs][:, outputs], full_matrices=False)
         for vectors in torch.arange(len(scales), device='cpu').split(options.head_dim or len(block)):
             value, output = block.new_zeros(len(vectors), len(block)), block.new_zeros(len(vectors), len(block[0]))
             value[:, inputs] = left[:, vectors].T
             output[:, outputs] = scales[vectors, None] * right[vectors]
-            choices.append((num_patches * scales[vectors].square().sum().item(), Factors(head.offset, value, output)))
+            choices.append((num_patches * scales[vectors].square().sum().item(), Factors(head, value, output)))
     choices.sort(key=lambda choice: choice[0], reverse=True)
     return [factors for _, factors in choices[:num_heads]]
 
@@ -343,7 +409,7 @@ def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Te
 
 def _heads_wrap(conv: nn.Conv2d, rel_pos: str) -> bool:
     """Return whether a head follows its offset around the image. A Gaussian cannot: every way around needs a head."""
-    return conv.padding_mode == 'circular' and rel_pos == 'table'
+    return conv.padding_mode == 'circular' and rel_pos in TABLES
 
 
 def _wrapped(offset: int, grid: int) -> List[int]:

@@ -30,6 +30,7 @@ def convert_model(
         sharpness: Optional[float] = None,
         approximate: bool = False,
         rel_pos: str = 'table',
+        peak: Optional[float] = None,
 ) -> CmhsaAttn:
     """Rewrite a phase-1 model as the phase-2 model that computes the same.
 
@@ -43,7 +44,7 @@ def convert_model(
         num_heads: Number of heads; by default the architecture's, or as many as needed if `head_dim` is given or these
             are more (the architecture's all the same where `approximate`).
         head_dim: Width of a head; by default the architecture's.
-        sharpness, approximate, rel_pos: See `conv2d_to_attention`.
+        sharpness, approximate, rel_pos, peak: See `conv2d_to_attention`.
 
     Returns:
         A new model, in the mode of the given one, with nothing frozen.
@@ -55,8 +56,8 @@ def convert_model(
     model = unwrap_model(model)
     if not isinstance(model, CmhsaConv):
         raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}.')
-    architecture = architecture or matching_architecture(model)
-    heads = fit_heads(model, architecture, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos))
+    architecture = architecture or matching_architecture(model, peak)
+    heads = fit_heads(model, architecture, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak))
     args = {key: value for key, value in model.model_args().items() if key != 'kernel_size'}
     converted = timm.create_model(
         architecture,
@@ -64,7 +65,7 @@ def convert_model(
         **model.drop_rates,
         num_heads=heads.num_heads,
         head_dim=heads.head_dim,
-        rel_pos=rel_pos,
+        rel_pos=heads.rel_pos,
         pretrained_cfg_overlay=_pretrained_cfg(model),
         device=torch.device('meta'),
     )
@@ -100,6 +101,8 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
     target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
     default, mixer = target.blocks[0].attn, model.blocks[0].attn
     num_heads, head_dim = options.num_heads, options.head_dim
+    if default.rel_pos.name == 'padded_table' and options.rel_pos == 'table':
+        options = options._replace(rel_pos='padded_table')
     if head_dim is None:
         is_thin = default.head_dim != target.embed_dim
         if is_thin and target.embed_dim != model.embed_dim:
@@ -107,7 +110,8 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
                 f'{architecture} has tokens of width {target.embed_dim}, the phase-1 model of {model.embed_dim}: '
                 f'choose a model of that width, or {matching_architecture(model)} with head_dim=N.')
         head_dim = default.head_dim if is_thin else model.embed_dim
-    needed = len(plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos))
+    needed = len(plan_heads(
+        mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos, options.peak))
     if num_heads is None:
         num_heads = default.num_heads if options.head_dim is None else needed
         num_heads = num_heads if options.approximate else max(needed, num_heads)
@@ -126,14 +130,19 @@ def check_architecture(name: str) -> None:
         raise ValueError(f'{name} is not a phase-2 model: choose one of {", ".join(choices)}.')
 
 
-def matching_architecture(model: CmhsaConv) -> str:
-    """Return the registered phase-2 model with tokens of this shape and heads as wide as they, or else `cmhsa_attn`."""
+def matching_architecture(model: CmhsaConv, peak: Optional[float] = None) -> str:
+    """Return the registered phase-2 model with tokens of this shape and heads as wide as they, or else `cmhsa_attn`.
+
+    With a peak, it is one with a padded table.
+    """
+    encoding = 'table' if peak is None else 'padded_table'
     for name in timm.list_models('cmhsa_attn*'):
         target = timm.create_model(name, depth=1, device=torch.device('meta'))
-        shape = target.patch_embed.patch_size, target.hidden_chans, target.blocks[0].attn.head_dim
-        if shape == (model.patch_embed.patch_size, model.hidden_chans, target.embed_dim):
+        attn = target.blocks[0].attn
+        shape = target.patch_embed.patch_size, target.hidden_chans, attn.head_dim, attn.rel_pos.name
+        if shape == (model.patch_embed.patch_size, model.hidden_chans, target.embed_dim, encoding):
             return name
-    return 'cmhsa_attn'
+    return 'cmhsa_attn' if peak is None else 'cmhsa_attn_soft'
 
 
 def _pretrained_cfg(model: CmhsaConv) -> Dict[str, Any]:
@@ -153,6 +162,7 @@ def convert_state_dict(
         sharpness: Optional[float] = None,
         approximate: bool = False,
         rel_pos: str = 'table',
+        peak: Optional[float] = None,
         model_kwargs: Optional[Mapping[str, Any]] = None,
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
@@ -169,7 +179,7 @@ def convert_state_dict(
     if 'img_size' not in known:
         known['img_size'] = default_img_size(matching_phase1(state_dict, known))
     model = build_phase1(state_dict, **known)
-    converted = convert_model(model, 'cmhsa_attn', num_heads, head_dim, sharpness, approximate, rel_pos)
+    converted = convert_model(model, 'cmhsa_attn', num_heads, head_dim, sharpness, approximate, rel_pos, peak)
     return converted.state_dict()
 
 

@@ -2,13 +2,14 @@
 
 Most encodings give every head a bias for each offset, key patch minus query patch (`OffsetRelPos`); that of
 `LearnedContentRelPos` depends on the queries as well. All can have one more key, the zero key. It has no position; its
-bias is a learned number per head.
+bias is a learned number per head. Only that of a `PaddedRelPosTable` has positions: it stands for a ring of padding.
 """
 import math
-from typing import TYPE_CHECKING, Any, List, Optional, Tuple
+from typing import TYPE_CHECKING, Any, List, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
+from timm.layers import to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
 
@@ -65,22 +66,32 @@ class RelPos(nn.Module):
 
 
 class OffsetRelPos(RelPos):
-    """Base of the encodings that give every offset a bias, whatever the queries are."""
-    offsets: torch.Tensor  # every offset, key minus query, from (h - 1, w - 1) down to (1 - h, 1 - w)
-    position: torch.Tensor  # of every patch; position[query] - position[key] numbers the offset between them
+    """Base of the encodings that give every offset a bias, whatever the queries are.
 
-    def __init__(self, grid_size: Grid, num_heads: int, device: Any = None) -> None:
+    With padding, the grid is (h + 2 pad_h, w + 2 pad_w), and queries are the patches in its middle.
+    """
+    offsets: torch.Tensor  # every offset, key minus query, from (h + pad_h - 1, w + pad_w - 1) down to the opposite
+    position: torch.Tensor  # of every patch; position[query] - position[key] numbers the offset between them
+    padding_position: torch.Tensor  # the same of every patch of the padding
+
+    def __init__(self, grid_size: Grid, num_heads: int, device: Any = None, padding: Grid = (0, 0)) -> None:
         super().__init__(grid_size, num_heads)
+        self.padding = padding
         self._register_offsets(grid_size, device)
 
     def _register_offsets(self, grid_size: Grid, device: Any) -> None:
-        height, width = grid_size
-        rows, cols = torch.arange(1 - height, height, device=device), torch.arange(1 - width, width, device=device)
+        pad_h, pad_w = self.padding
+        reach_h, reach_w = grid_size[0] + pad_h, grid_size[1] + pad_w
+        rows = torch.arange(1 - reach_h, reach_h, device=device)
+        cols = torch.arange(1 - reach_w, reach_w, device=device)
         offsets = torch.stack(torch.meshgrid(-rows, -cols, indexing='ij'), dim=-1).flatten(0, 1)
-        position = (rows[height - 1:, None] * (2 * width - 1) + cols[width - 1:]).flatten()
+        position = rows[reach_h - 1 - pad_h:, None] * (2 * reach_w - 1) + cols[reach_w - 1 - pad_w:]
+        middle = position[pad_h:reach_h]
+        ring = position[:pad_h], position[reach_h:], middle[:, :pad_w], middle[:, reach_w:]
         # An index of all pairs would be larger than the model for feature maps of thousands of pixels.
         self.register_buffer('offsets', offsets, persistent=False)
-        self.register_buffer('position', position, persistent=False)
+        self.register_buffer('position', middle[:, pad_w:reach_w].flatten(), persistent=False)
+        self.register_buffer('padding_position', torch.cat([part.flatten() for part in ring]), persistent=False)
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
@@ -95,7 +106,10 @@ class OffsetRelPos(RelPos):
         super().set_grid_size(grid_size)
 
     def offset_bias(self) -> torch.Tensor:
-        """Return the bias of every offset, in the order of `offsets`: shape ((2h - 1) * (2w - 1), num_heads)."""
+        """Return the bias of every offset, in the order of `offsets`: shape (offsets, num_heads).
+
+        Without padding there are (2h - 1) * (2w - 1) offsets.
+        """
         raise NotImplementedError
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -103,14 +117,16 @@ class OffsetRelPos(RelPos):
 
     def gather_bias(self, start: int = 0, stop: Optional[int] = None) -> torch.Tensor:
         """Return the bias of the queries from start to stop, by default of all: (1, num_heads, queries, keys)."""
-        middle = self.grid_size[0] * (2 * self.grid_size[1] - 1) - self.grid_size[1]
-        bias, index = self.offset_bias(), (self.position[start:stop] + middle).unsqueeze(1) - self.position
+        bias, index = self.offset_bias(), self.offset_index(self.position[start:stop], self.position)
         zero_key_bias = self.zero_key_bias
         if zero_key_bias is not None:
             bias, index = torch.cat([zero_key_bias.unsqueeze(0), bias]), F.pad(index + 1, [0, 1])
-        # Gathering from rows of one head each is several times as fast as from rows of one offset each.
-        bias = bias.t()
-        return bias.index_select(1, index.flatten()).view(1, bias.shape[0], index.shape[0], index.shape[1])
+        return gather_pairs(bias, index)
+
+    def offset_index(self, query_position: torch.Tensor, key_position: torch.Tensor) -> torch.Tensor:
+        """Return the number of the offset of every query and key: shape (queries, keys)."""
+        reach_h, reach_w = self.grid_size[0] + self.padding[0], self.grid_size[1] + self.padding[1]
+        return (query_position + reach_h * (2 * reach_w - 1) - reach_w).unsqueeze(1) - key_position
 
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
         """Make a head attend to one offset, or to the zero key where that offset is outside the image.
@@ -121,29 +137,52 @@ class OffsetRelPos(RelPos):
         raise NotImplementedError
 
 
+def gather_pairs(bias: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the bias, of shape (offsets, num_heads), of every pair (queries, keys): (1, num_heads, queries, keys)."""
+    # Gathering from rows of one head each is several times as fast as from rows of one offset each.
+    bias = bias.t()
+    return bias.index_select(1, index.flatten()).view(1, bias.shape[0], index.shape[0], index.shape[1])
+
+
 class RelPosTable(OffsetRelPos):
     """One free bias per head and offset (arXiv 2111.01353), as timm's `RelPosBias`.
 
     A change of the grid pads the table with zeros or crops it. Offsets that a smaller grid lacks are forgotten.
     """
     name = 'table'
+    __constants__ = ('bias_scale',)
+    bias_scale = 1.  # biases by entries of the table
 
-    def __init__(self, grid_size: Grid, num_heads: int, head_dim: int = 0, zero_key: bool = True, **dd: Any) -> None:
-        super().__init__(grid_size, num_heads, dd.get('device'))
-        num_offsets = (2 * grid_size[0] - 1) * (2 * grid_size[1] - 1)
-        self.relative_position_bias_table = nn.Parameter(torch.empty(num_offsets, num_heads, **dd))
+    def __init__(
+            self,
+            grid_size: Grid,
+            num_heads: int,
+            head_dim: int = 0,
+            zero_key: bool = True,
+            padding: Grid = (0, 0),
+            **dd: Any,
+    ) -> None:
+        super().__init__(grid_size, num_heads, dd.get('device'), padding)
+        self.relative_position_bias_table = nn.Parameter(torch.empty(len(self.offsets), num_heads, **dd))
         self.zero_key_bias = nn.Parameter(torch.empty(num_heads, **dd)) if zero_key else None
         self.reset_parameters()
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
-        nn.init.trunc_normal_(self.relative_position_bias_table, std=.02, generator=generator)
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=.02 / self.bias_scale, generator=generator)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         table = self.relative_position_bias_table
-        resized = resize_bias_table(table.detach(), self.grid_size, grid_size)
+        resized = self.resize_table(table.detach(), self.grid_size, grid_size)
         super().set_grid_size(grid_size)
         self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
+
+    def resize_table(self, table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
+        """Return the table of another grid: shape (offsets, num_heads). Interpolation would smear one-hot entries."""
+        (pad_h, pad_w), (height, width) = self.padding, grid_size
+        table_2d = table.reshape(2 * (height + pad_h) - 1, 2 * (width + pad_w) - 1, -1)
+        grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
+        return F.pad(table_2d, (0, 0, grow_w, grow_w, grow_h, grow_h)).flatten(0, 1)
 
     def offset_bias(self) -> torch.Tensor:
         return self.relative_position_bias_table
@@ -153,8 +192,68 @@ class RelPosTable(OffsetRelPos):
         assert self.zero_key_bias is not None
         wanted = torch.tensor(offsets, device=self.offsets.device)
         is_wanted = (self.offsets.unsqueeze(1) == wanted).all(dim=-1).any(dim=1)
-        self.relative_position_bias_table[:, head] = is_wanted * sharpness
+        self.relative_position_bias_table[:, head] = is_wanted * (sharpness / self.bias_scale)
         self.zero_key_bias[head] = sharpness / 2
+
+
+class PaddedRelPosTable(RelPosTable):
+    """A table of biases in which the zero key stands for a ring of zero padding around the grid.
+
+    Every query then sees as many keys, those of the padding included. A head with bias M at one offset and 0 at all
+    others puts the same weights on its offset and on everything at every query, at the borders as well. That makes the
+    rewrite of a convolution exact at any M (see docs/theory.md).
+
+    The bias of the zero key at a query is the logarithm of the sum of exp(bias) over the ring, plus a learned number.
+    """
+    name = 'padded_table'
+    # Biases have to move by units where weights move by hundredths, and the steps of Adam are alike for both.
+    bias_scale = 10.
+
+    def __init__(
+            self,
+            grid_size: Grid,
+            num_heads: int,
+            head_dim: int = 0,
+            zero_key: bool = True,
+            padding: Union[int, Grid] = 1,
+            **dd: Any,
+    ) -> None:
+        if not zero_key:
+            raise ValueError(f'rel_pos={self.name!r} needs a zero key, which these layers do not have.')
+        super().__init__(grid_size, num_heads, head_dim, padding=to_2tuple(padding), **dd)
+
+    def resize_table(self, table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
+        """Return the table of another grid, where a head gives its offsets the same weight.
+
+        The excess of exp(bias) over 1, that of all other keys, grows with their number.
+        """
+        growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
+        bias = table.double() * self.bias_scale
+        # log(1 + growth * (exp(bias) - 1)), where exp does not overflow
+        grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
+        table = torch.where(bias > 0, grown / self.bias_scale, table.double()).to(table.dtype)
+        return super().resize_table(table, grid_size, new_grid_size)
+
+    def num_keys(self, grid_size: Grid) -> int:
+        """Return how many keys every query sees, those of the padding included."""
+        return (grid_size[0] + 2 * self.padding[0]) * (grid_size[1] + 2 * self.padding[1])
+
+    def offset_bias(self) -> torch.Tensor:
+        return self.relative_position_bias_table * self.bias_scale
+
+    def gather_bias(self, start: int = 0, stop: Optional[int] = None) -> torch.Tensor:
+        bias, queries, zero_key_bias = self.offset_bias(), self.position[start:stop], self.zero_key_bias
+        assert zero_key_bias is not None
+        inside = gather_pairs(bias, self.offset_index(queries, self.position))
+        outside = gather_pairs(bias, self.offset_index(queries, self.padding_position))
+        return torch.cat([inside, outside.logsumexp(dim=-1, keepdim=True) + zero_key_bias.view(-1, 1, 1)], dim=-1)
+
+    @torch.no_grad()
+    def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
+        """See `OffsetRelPos.point_head`. The ring has the biases of its offsets."""
+        super().point_head(head, offsets, sharpness)
+        assert self.zero_key_bias is not None
+        self.zero_key_bias[head] = 0
 
 
 class QuadraticRelPos(OffsetRelPos):
@@ -321,30 +420,41 @@ class OnGrid:
 
 
 ENCODINGS = {cls.name: cls for cls in (
-    RelPosTable, QuadraticRelPos, GeneralQuadraticRelPos, LearnedRelPos, LearnedContentRelPos)}
-POINTABLE = ('table', 'quadratic', 'quadratic_gen')  # those with a `point_head`, which can express a convolution
+    RelPosTable, PaddedRelPosTable, QuadraticRelPos, GeneralQuadraticRelPos, LearnedRelPos, LearnedContentRelPos)}
+# those with a `point_head`, which can express a convolution
+POINTABLE = ('table', 'padded_table', 'quadratic', 'quadratic_gen')
 
 
 def create_rel_pos(
-        name: str, grid_size: Grid, num_heads: int, head_dim: int, zero_key: bool = True, **dd: Any) -> RelPos:
+        name: str,
+        grid_size: Grid,
+        num_heads: int,
+        head_dim: int,
+        zero_key: bool = True,
+        padding: Optional[Union[int, Grid]] = None,
+        **dd: Any,
+) -> RelPos:
     """Create a relative position encoding.
 
-    It is a 'table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'. The embeddings of the learned ones
-    are as wide as a head; `dd` are device and dtype.
+    Args:
+        name: 'table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'.
+        grid_size: Patches per image side.
+        num_heads: Number of heads.
+        head_dim: Width of a head, and of the embeddings of the learned encodings.
+        zero_key: Have a zero key.
+        padding: Patches around the grid that the zero key of a 'padded_table' stands for; by default one.
+        **dd: Device and dtype.
+
+    Raises:
+        ValueError: If there is no such encoding, or it has no padding.
     """
     if name not in ENCODINGS:
         raise ValueError(f'rel_pos={name!r} is not a relative position encoding: use {", ".join(ENCODINGS)}.')
-    return ENCODINGS[name](grid_size, num_heads, head_dim, zero_key, **dd)
-
-
-def resize_bias_table(table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
-    """Pad a bias table with zeros, or crop it: ((2h - 1) * (2w - 1), num_heads) to ((2h' - 1) * (2w' - 1), num_heads).
-
-    Interpolation would smear its one-hot entries.
-    """
-    table_2d = table.reshape(2 * grid_size[0] - 1, 2 * grid_size[1] - 1, -1)
-    grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
-    return F.pad(table_2d, (0, 0, grow_w, grow_w, grow_h, grow_h)).flatten(0, 1)
+    if padding is None:
+        return ENCODINGS[name](grid_size, num_heads, head_dim, zero_key, **dd)
+    if name != PaddedRelPosTable.name or min(to_2tuple(padding)) < 0:
+        raise ValueError(f"{padding=} must be 0 or more, and is for rel_pos='padded_table', not {name!r}.")
+    return PaddedRelPosTable(grid_size, num_heads, head_dim, zero_key, padding, **dd)
 
 
 def resize_offset_embed(embed: torch.Tensor, size: int) -> torch.Tensor:

@@ -34,7 +34,8 @@ class Digits(Dataset):
     ) -> None:
         self.images, self.targets = [images[i] for i in indices], [targets[i] for i in indices]
         img_size = images[0].width
-        transform = create_transform(**preprocessing(img_size))
+        self.config = preprocessing(img_size)
+        transform = create_transform(**self.config)
         self.tensors = [transform(image) for image in self.images]
         # Within the epochs of the experiments, RandAugment, Mixup and averaged weights bring nothing more.
         self.augment = RandomCrop(img_size, padding=4, fill=-MEAN / STD) if augment else nn.Identity()

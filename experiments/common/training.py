@@ -1,15 +1,16 @@
-"""Training of one model on the digits, which goes on where it was stopped."""
+"""Training of one model on small images, which goes on where it was stopped."""
 import argparse
 import json
 import random
 import time
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import numpy as np
 import timm
 import torch
-from timm.loss import LabelSmoothingCrossEntropy
+from timm.data import Mixup
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.models import resume_checkpoint
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -19,12 +20,14 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from .data import Digits, preprocessing
+from .data import Digits
+from .photos import Photos
 from .report import write_whole
 
 BATCH_SIZE = 20
 
 History = List[Dict[str, float]]
+Images = Union[Digits, Photos]
 
 
 class Stage(NamedTuple):
@@ -41,6 +44,8 @@ class Stage(NamedTuple):
     eval_every: int = 5  # epochs
     canvas: Optional[int] = None  # pixels; by default the model's img_size
     checkpoint_hist: int = 1  # how many to keep, the best ones
+    batch_size: int = BATCH_SIZE
+    mixup: float = 0.  # probability of Mixup (0.8) or CutMix (1.0), one or the other, in a batch
 
     @property
     def img_size(self) -> int:
@@ -56,50 +61,53 @@ def create(stage: Stage, seed: int) -> nn.Module:
 def train(
         stage: Stage,
         model: nn.Module,
-        train_data: Digits,
-        test_data: Digits,
+        train_data: Images,
+        test_data: Images,
         output: Path,
         seed: int,
         device: torch.device,
+        after_step: Callable[[], None] = lambda: None,
 ) -> Tuple[nn.Module, History]:
     """Train one stage, or go on where it stopped; checkpoints are in the stage's folder in output.
 
     Returns:
-        The model, and its losses and accuracies over the epochs.
+        The model, and its losses and accuracies over the epochs, with the seconds that they took: on a CPU those of the
+        process itself, whatever else the machine does.
     """
     folder = output / stage.name
     folder.mkdir(parents=True, exist_ok=True)
     model.to(device)
-    loader = DataLoader(train_data, BATCH_SIZE, shuffle=True, drop_last=True)
+    loader = DataLoader(train_data, stage.batch_size, shuffle=True, drop_last=True)
     optimizer = create_optimizer_v2(model, opt='adamw', lr=stage.lr, weight_decay=stage.weight_decay)
     scheduler, _ = create_scheduler_v2(
         optimizer, num_epochs=stage.epochs, warmup_epochs=min(stage.warmup_epochs, stage.epochs // 2), warmup_lr=1e-6,
         min_lr=1e-5, step_on_epochs=False, updates_per_epoch=len(loader))
     saver = CheckpointSaver(
-        model, optimizer, args=checkpoint_args(stage, seed), checkpoint_dir=str(folder),
+        model, optimizer, args=checkpoint_args(stage, seed, train_data.config), checkpoint_dir=str(folder),
         max_history=stage.checkpoint_hist)
 
     start_epoch, history = resume(folder, model, optimizer)
     seconds = history[-1]['seconds'] if history else 0.
-    start = time.perf_counter()
+    clock = time.process_time if device.type == 'cpu' else time.perf_counter
+    start = clock()
     progress = tqdm(range(start_epoch, stage.epochs), stage.title, initial=start_epoch, total=stage.epochs)
     for epoch in progress:
         seed_everything(seed * 1000 + epoch)
-        train_loss = train_epoch(stage, epoch, model, loader, optimizer, scheduler, device)
+        train_loss = train_epoch(stage, epoch, model, loader, optimizer, scheduler, device, after_step)
         if (epoch + 1) % stage.eval_every == 0 or epoch + 1 == stage.epochs:
             row = {'epoch': epoch + 1, 'train_loss': train_loss, **evaluate(model, test_data, device)}
-            history.append({**row, 'seconds': seconds + time.perf_counter() - start})
+            history.append({**row, 'seconds': seconds + clock() - start})
             write_whole(folder / 'history.json', json.dumps(history))
             saver.save_checkpoint(epoch, row['top1'])
             progress.set_postfix(loss=f"{row['train_loss']:.3f}", top1=f"{row['top1']:.2f}")
     return model.eval(), history
 
 
-def checkpoint_args(stage: Stage, seed: int) -> argparse.Namespace:
+def checkpoint_args(stage: Stage, seed: int, config: Dict[str, Any]) -> argparse.Namespace:
     """Return a stage under the names of `train.py`'s options, which the conversion and the model card read."""
     return argparse.Namespace(
-        model=stage.model, model_kwargs=stage.model_args, **preprocessing(stage.img_size),
-        epochs=stage.epochs, batch_size=BATCH_SIZE, opt='adamw', lr=stage.lr, sched='cosine',
+        model=stage.model, model_kwargs=stage.model_args, **config,
+        epochs=stage.epochs, batch_size=stage.batch_size, opt='adamw', lr=stage.lr, sched='cosine',
         warmup_epochs=stage.warmup_epochs, weight_decay=stage.weight_decay, smoothing=stage.smoothing, seed=seed)
 
 
@@ -121,16 +129,23 @@ def train_epoch(
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
         device: torch.device,
+        after_step: Callable[[], None],
 ) -> float:
     """Train one epoch and return its mean loss."""
-    loss_fn = LabelSmoothingCrossEntropy(stage.smoothing)
+    loss_fn: nn.Module = LabelSmoothingCrossEntropy(stage.smoothing)
+    if stage.mixup:
+        mixup = Mixup(0.8, 1.0, prob=stage.mixup, label_smoothing=stage.smoothing, num_classes=model.num_classes)
+        loss_fn = SoftTargetCrossEntropy()
     model.train()
     total = 0.
     for step, (images, targets) in enumerate(loader):
+        if stage.mixup:
+            images, targets = mixup(images, targets)
         loss = loss_fn(model(images.to(device)), targets.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+        after_step()
         scheduler.step_update(epoch * len(loader) + step + 1)
         total += loss.item()
     return total / len(loader)
@@ -144,7 +159,7 @@ def seed_everything(seed: int) -> None:
 
 
 @torch.inference_mode()
-def evaluate(model: nn.Module, data: Digits, device: torch.device) -> Dict[str, float]:
+def evaluate(model: nn.Module, data: Images, device: torch.device) -> Dict[str, float]:
     """Return loss, top-1 and top-5 accuracy in percent."""
     model.eval()
     logits, targets = [], []

@@ -1,7 +1,7 @@
 """The model card of a model on the Hugging Face Hub: what it is, how it was made, how to load it."""
 import re
 from importlib import resources
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence, Type
 
 import timm
 import torch
@@ -17,7 +17,7 @@ from ..version import __version__
 LI_LINK = '[Can Vision Transformers Perform Convolution?](https://arxiv.org/abs/2111.01353)'
 CORDONNIER_LINK = (
     '[On the Relationship between Self-Attention and Convolutional Layers](https://arxiv.org/abs/1911.03584)')
-DESCRIPTIONS = {
+DESCRIPTIONS: Dict[Type[Cmhsa], str] = {
     CmhsaConv: f'The first phase of {LI_LINK}: a Vision Transformer on raw image patches whose attention is replaced '
                'by a convolution over the whole image. timm_cmhsa can rewrite it, exactly, as self-attention.',
     CmhsaAttn: f'The second phase of {LI_LINK}: a Vision Transformer on raw image patches with multi-head '

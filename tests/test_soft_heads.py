@@ -1,0 +1,201 @@
+"""Heads that give their own offset a part of their weight: as exact as one-hot ones, and able to learn."""
+import math
+
+import pytest
+import timm
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+from torch import nn
+
+from timm_cmhsa import (
+    attend_convs,
+    attention_maps,
+    conv2d_to_attention,
+    convert_model,
+    head_statistics,
+    patchify,
+)
+from timm_cmhsa.construction import peak_sharpness, plan_heads
+
+PEAKS = (0.3, 0.75, 0.97, 1 - 1e-6)
+
+
+def relative_error(actual, expected):
+    return ((actual - expected).abs().max() / expected.abs().max()).item()
+
+
+def rewrite_error(conv, patch_size, grid_size, **kwargs):
+    images = torch.randn(2, conv.in_channels, *(p * g for p, g in zip(patch_size, grid_size)), dtype=conv.weight.dtype)
+    attn = conv2d_to_attention(conv, patch_size, grid_size, **kwargs)
+    expected = patchify(conv(images), tuple(p // s for p, s in zip(patch_size, conv.stride)))
+    return relative_error(attn(patchify(images, patch_size)), expected)
+
+
+@st.composite
+def cases(draw):
+    """A convolution, patch and grid, the width of heads, and a sharpness."""
+    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+    stride, dilation = draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
+    kernel = draw(st.sampled_from([3, 5, 7]))
+    patch = draw(st.sampled_from([(1, 1), (2, 3), (4, 4)] if stride == 1 else [(2, 2), (4, 2)]))
+    grid = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
+    groups = draw(st.sampled_from([1, 2]))
+    mode = draw(st.sampled_from(['zeros', 'circular']))
+    padding = dilation * (kernel // 2)
+    if mode == 'circular':
+        padding = min(padding, min(p * g for p, g in zip(patch, grid)))
+        kernel, dilation = (kernel, dilation) if padding == dilation * (kernel // 2) else (3, 1)
+        padding = dilation * (kernel // 2)
+    conv = nn.Conv2d(
+        2, 4, kernel, stride=stride, padding=padding, dilation=dilation, groups=groups, padding_mode=mode,
+        bias=draw(st.booleans()))
+    head_dim = draw(st.sampled_from([None, 2, 3]))
+    return conv, patch, grid, head_dim, draw(st.floats(0.1, 80))
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@given(cases())
+def test_rewrite_is_exact_at_any_sharpness(case):
+    """The less a head looks at its own offset, the more of its output is taken away again, and the more that rounds."""
+    conv, patch, grid, head_dim, sharpness = case
+    reach = math.ceil((conv.dilation[0] * (conv.kernel_size[0] // 2)) / min(patch))
+    num_keys = (grid[0] + 2 * reach) * (grid[1] + 2 * reach)  # or less
+    peak = math.exp(sharpness) / (math.exp(sharpness) + num_keys - 1)
+    if not peak < 1:
+        return
+    leak = 1 + num_keys / math.expm1(sharpness)
+    assert rewrite_error(conv, patch, grid, head_dim=head_dim, peak=peak) <= max(2e-6, 1e-6 * leak)
+    assert rewrite_error(conv.double(), patch, grid, head_dim=head_dim, peak=peak) <= 1e-12
+
+
+@pytest.mark.parametrize('head_dim', [None, 8])
+@pytest.mark.parametrize('peak', PEAKS)
+def test_peak_is_what_the_maps_show(peak, head_dim):
+    attn = conv2d_to_attention(nn.Conv2d(2, 2, 3, padding=1), 4, (3, 4), head_dim=head_dim, peak=peak)
+    heads = plan_heads(nn.Conv2d(2, 2, 3, padding=1), 4, (3, 4), head_dim, peak=peak)
+    maps = attention_maps(attn, torch.randn(2, 12, 32))['']
+    for head, statistics in zip(heads, head_statistics(maps)):
+        if head.offset is None:  # all 5 x 6 patches alike, those of the padding in the zero key
+            weights = maps.weights[:, len(heads) - 1]
+            torch.testing.assert_close(weights, torch.full_like(weights, 1 / 30))
+        else:
+            assert statistics.best_offset == head.offset
+            assert statistics.best_weight == pytest.approx(peak if head.is_soft else 1, abs=1e-5)
+
+
+@pytest.mark.parametrize('peak', [0.5, 0.97])
+def test_gradients_reach_all_that_decides_where_heads_look(peak):
+    conv, tokens, target = nn.Conv2d(2, 2, 3, padding=1), torch.randn(4, 16, 32), torch.randn(4, 16, 32)
+
+    def gradients(attn):
+        attn.train().zero_grad()
+        (attn(tokens) - target).square().mean().backward()
+        query, key, _ = attn.qkv.weight.grad.chunk(3)
+        return {'bias': attn.rel_pos.relative_position_bias_table.grad, 'zero key': attn.rel_pos.zero_key_bias.grad,
+                'query': query, 'key': key}
+
+    soft, one_hot = conv2d_to_attention(conv, 4, 4, peak=peak), conv2d_to_attention(conv, 4, 4)
+    before, hard = ({name: grad.abs().max().item() for name, grad in gradients(attn).items()}
+                    for attn in (soft, one_hot))
+    assert hard['bias'] <= 1e-9
+    assert before['bias'] >= 1e-2
+    assert before['zero key'] >= 1e-3
+    assert before['query'] >= 1e-4
+    torch.optim.AdamW(soft.parameters(), lr=0.01).step()  # keys count as soon as queries are not zero
+    assert gradients(soft)['key'].abs().max() >= 1e-6
+
+
+@pytest.mark.parametrize(('kernel_size', 'head_dim', 'num_heads', 'center_is_soft'), [
+    (3, None, 10, True), (5, None, 10, True),  # one head takes all means away
+    (3, 96, 18, False), (5, 96, 20, False),  # 180 and 336 of 768 inputs are near a border
+    (1, None, 1, False),
+])
+def test_how_many_heads_it_takes(kernel_size, head_dim, num_heads, center_is_soft):
+    conv = nn.Conv2d(3, 3, kernel_size, padding=kernel_size // 2)
+    heads = plan_heads(conv, 16, 14, head_dim, peak=0.75)
+    assert len(heads) == num_heads
+    assert {head.is_soft for head in heads if head.offset == (0, 0)} == {center_is_soft}
+    if num_heads > 1:
+        with pytest.raises(ValueError, match=f'it takes {num_heads} heads of {head_dim or 768}'):
+            conv2d_to_attention(conv, 16, 14, num_heads - 1, head_dim, peak=0.75, approximate=True)
+
+
+@pytest.mark.parametrize(('kwargs', 'message'), [
+    ({'peak': 1.}, 'peak=1.0 must be below 1'),
+    ({'peak': 0.04}, 'above 1 / 25'),
+    ({'peak': float('nan')}, 'peak=nan'),
+    ({'peak': 0.5, 'rel_pos': 'quadratic'}, "peak=0.5 is for rel_pos='table'"),
+])
+def test_impossible_peaks_are_refused(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        conv2d_to_attention(nn.Conv2d(2, 2, 3, padding=1), 4, 3, **kwargs)
+
+
+def phase1(**kwargs):
+    """A model with patches of 4 x 4 pixels and convolutions that matter."""
+    model = timm.create_model('cmhsa_conv_k5', img_size=16, patch_size=4, depth=2, num_classes=3, **kwargs).eval()
+    for block in model.blocks:
+        nn.init.normal_(block.attn.conv.weight, std=0.2)
+    return model
+
+
+@pytest.mark.parametrize('head_dim', [None, 24])
+def test_a_whole_model(head_dim):
+    model, images = phase1(), torch.randn(4, 3, 16, 16)
+    converted = convert_model(model, head_dim=head_dim, peak=0.75)
+    assert converted.pretrained_cfg['architecture'] == 'cmhsa_attn_soft'
+    assert converted.model_args()['rel_pos'] == 'padded_table'
+    assert converted.model_args()['padding'] == (1, 1)
+    assert relative_error(converted(images), model(images)) <= 2e-6
+    again = timm.create_model('cmhsa_attn_soft', **converted.model_args()).eval()
+    again.load_state_dict(converted.state_dict())
+    assert torch.equal(again(images), converted(images))
+
+
+@pytest.mark.parametrize('img_size', [(8, 24), (24, 32)])
+def test_a_model_computes_its_convolutions_at_any_image_size(img_size, tmp_path):
+    model = phase1()
+    converted = convert_model(model, peak=0.6)
+    torch.save(converted.state_dict(), tmp_path / 'model.pth')
+    file = dict(file=str(tmp_path / 'model.pth'), num_classes=3)
+    loaded = timm.create_model(
+        'cmhsa_attn_soft', pretrained=True, pretrained_cfg_overlay=file,
+        **{**converted.model_args(), 'img_size': img_size}).eval()
+    converted.set_input_size(img_size)
+    model.set_input_size(img_size)
+    images = torch.randn(2, 3, *img_size)
+    assert relative_error(converted(images), model(images)) <= 2e-6
+    assert relative_error(loaded(images), model(images)) <= 2e-6
+
+
+def test_every_form_of_a_layer_computes_the_same():
+    attn, tokens = conv2d_to_attention(nn.Conv2d(2, 2, 3, padding=1), 4, 4, peak=0.5).eval(), torch.randn(2, 16, 32)
+    expected = attn(tokens)
+    assert attn.absorb
+    for form in (attn.fuse(), attn.train()):
+        torch.testing.assert_close(form(tokens), expected, atol=1e-5, rtol=1e-5)
+    attn.chunk_size = 5
+    torch.testing.assert_close(attn(tokens), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_an_architecture_with_a_padded_table_keeps_it():
+    converted = convert_model(phase1(), 'cmhsa_attn_soft')
+    assert converted.model_args()['rel_pos'] == 'padded_table'
+    assert converted.blocks[0].attn.num_heads == 10  # the tenth looks at everything, and adds nothing yet
+
+
+def test_convolutions_of_a_cnn_become_soft_attention():
+    model, images = timm.create_model('resnet18', num_classes=3, zero_init_last=False).eval(), torch.randn(2, 3, 64, 64)
+    expected = model(images)
+    attend_convs(model, ('layer3.*', 'layer4.*'), input_size=(3, 64, 64), peak=0.8)
+    assert relative_error(model(images), expected) <= 1e-5
+    model(images).square().sum().backward()
+    tables = [param for name, param in model.named_parameters() if name.endswith('relative_position_bias_table')]
+    assert tables
+    assert all(table.grad.abs().max() > 0 for table in tables)
+
+
+def test_peak_sharpness():
+    bias = torch.zeros(256, dtype=torch.float64)
+    bias[7] = peak_sharpness(0.75, 256)
+    assert bias.softmax(dim=0)[7].item() == pytest.approx(0.75, abs=1e-12)
