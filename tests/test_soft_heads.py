@@ -15,6 +15,7 @@ from timm_cmhsa import (
     head_statistics,
     patchify,
 )
+from timm_cmhsa.cli import convert_main
 from timm_cmhsa.construction import peak_sharpness, plan_heads
 
 PEAKS = (0.3, 0.75, 0.97, 1 - 1e-6)
@@ -121,7 +122,7 @@ def test_how_many_heads_it_takes(kernel_size, head_dim, num_heads, center_is_sof
 
 
 @pytest.mark.parametrize(('kwargs', 'message'), [
-    ({'peak': 1.}, 'peak=1.0 must be below 1'),
+    ({'peak': 1.}, 'peak=1.0 must be between 0 and 1'),
     ({'peak': 0.04}, 'above 1 / 25'),
     ({'peak': float('nan')}, 'peak=nan'),
     ({'peak': 0.5, 'rel_pos': 'quadratic'}, "peak=0.5 is for rel_pos='table'"),
@@ -199,3 +200,18 @@ def test_peak_sharpness():
     bias = torch.zeros(256, dtype=torch.float64)
     bias[7] = peak_sharpness(0.75, 256)
     assert bias.softmax(dim=0)[7].item() == pytest.approx(0.75, abs=1e-12)
+
+
+def test_a_checkpoint_is_converted_with_a_peak(tmp_path, capsys):
+    model, images = phase1(), torch.randn(2, 3, 16, 16)
+    torch.save(model.state_dict(), tmp_path / 'phase1.pth')
+    arguments = [str(tmp_path / 'phase1.pth'), str(tmp_path / 'phase2'), '--img-size', '16', '--peak', '0.75']
+    assert convert_main(arguments) == 0
+    output = capsys.readouterr().out
+    assert 'cmhsa_attn_soft: ' in output
+    assert 'peak 0.75' in output
+    assert '10 of 10' in output
+    loaded = timm.create_model(f'local-dir:{tmp_path}/phase2', pretrained=True).eval()
+    assert relative_error(loaded(images), model(images)) <= 2e-6
+    assert convert_main([*arguments[:-1], '1.5', '--force']) == 2
+    assert '--peak 1.5 must be between 0 and 1' in capsys.readouterr().err

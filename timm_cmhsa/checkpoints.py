@@ -64,6 +64,7 @@ def convert_checkpoint(
         sharpness: Optional[float] = None,
         approximate: bool = False,
         rel_pos: str = 'table',
+        peak: Optional[float] = None,
         num_classes: Optional[int] = None,
         use_ema: bool = False,
         dtype: Optional[Union[str, torch.dtype]] = None,
@@ -84,7 +85,7 @@ def convert_checkpoint(
         model_kwargs: More arguments of the phase-1 model, where the checkpoint does not tell: `global_pool`,
             `norm_layer`, `act_layer` and `fc_norm`, by timm's names. What is assumed instead is reported; no
             verification finds it wrong, as it compares with a model of the same assumptions.
-        num_heads, head_dim, sharpness, approximate, rel_pos: See `convert_model`.
+        num_heads, head_dim, sharpness, approximate, rel_pos, peak: See `convert_model`.
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
         dtype: Type of the written tensors; by default the source's. The error of rounding to it is reported apart.
@@ -101,7 +102,7 @@ def convert_checkpoint(
         HubError: If the input cannot be had from the Hub. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos)
+    heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak)
     told = told_by_user(model_kwargs, img_size=img_size, patch_size=patch_size, in_chans=in_chans)
     check_options(model, heads, dtype, images, tolerance)
     path, dst = locate(src, dst, force)
@@ -212,8 +213,9 @@ def convert_and_verify(
 ) -> Tuple[CmhsaAttn, ConversionReport]:
     """Convert a phase-1 model and measure how exact that is. Arguments and errors are those of `convert_checkpoint`."""
     try:
-        architecture = architecture or matching_architecture(phase1.model)
-        heads = fit_heads(phase1.model, architecture, heads or HeadOptions())
+        heads = heads or HeadOptions()
+        architecture = architecture or matching_architecture(phase1.model, heads.peak)
+        heads = fit_heads(phase1.model, architecture, heads)
         converted = convert_model(phase1.model, architecture, *heads)
     except ValueError as e:
         raise CheckpointError(str(e)) from e
@@ -236,6 +238,7 @@ def convert_and_verify(
         assumed=phase1.assumed,
         rounding_error=None if phase1.unrounded is None else _difference(phase1.unrounded, phase1.model, all_images),
         sharpness=heads.sharpness,
+        peak=heads.peak,
         approximate=heads.approximate,
         num_random_images=len(random_images),
         num_real_images=len(real_images),

@@ -159,7 +159,8 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
         raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
     about = _about(args)
     num_classes = len(about['label_names'] or ()) or args.num_classes
-    heads = HeadOptions(args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos)
+    heads = HeadOptions(
+        args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos, args.peak)
     told = told_by_user(args.model_kwargs, img_size=args.img_size, patch_size=args.patch_size, in_chans=args.in_chans)
     check_options(args.model, heads, args.dtype, args.images, args.tolerance)
     path, folder = locate(args.src, dst, force=True)  # what is there may be just that
@@ -243,6 +244,9 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
     add('--head-dim', metavar='N', type=int, help="width of a head (default: the model's, mostly that of a token)")
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
+    add('--peak', metavar='P', type=float,
+        help='weight between 0 and 1 that a head gives to its own offset: as exact, and heads can learn where to look '
+             '(default: all of it, which is faster and never moves)')
     add('--approximate', action='store_true',
         help='where the heads are too few, convert with the least error of heads that look at one offset each')
     add('--rel-pos', choices=POINTABLE, default='table', help='relative position encoding (default: %(default)s)')

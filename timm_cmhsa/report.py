@@ -23,6 +23,7 @@ class ConversionReport(Verification):
     assumed: Dict[str, Any]  # arguments of the source that tensors do not tell, and nothing else did
     rounding_error: Optional[float]  # by which the type asked for changes the source, relative to its largest logit
     sharpness: float
+    peak: Optional[float]  # weight of its own offset in a soft head
     approximate: bool  # for want of heads
     num_random_images: int
     num_real_images: int
@@ -32,6 +33,11 @@ class ConversionReport(Verification):
     @property
     def construction(self) -> str:
         return APPROXIMATION if self.approximate else CONSTRUCTION
+
+    @property
+    def attention_start(self) -> str:
+        peak = '' if self.peak is None else f', peak {self.peak:g}'
+        return f'{self.sharpness:.3g}{peak}'
 
     @property
     def agreement(self) -> str:
@@ -53,7 +59,7 @@ class ConversionReport(Verification):
             'Construction': {
                 'Rewrite': self.construction,
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
-                'Sharpness': f'{self.sharpness:.3g}',
+                'Sharpness': self.attention_start,
                 'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
                 'Error of the logits': f'{self.logits_error:.1e} of the largest logit, {self.logits_rms_error:.1e} of '
                                        'their root mean square',
@@ -73,6 +79,7 @@ class ConversionReport(Verification):
             'construction': self.construction,
             'source_sha256': self.source['SHA-256'],
             'sharpness': str(self.sharpness),
+            **({} if self.peak is None else {'peak': str(self.peak)}),
             'heads_used': ', '.join(str(layer.heads_used) for layer in self.layers),
             'max_error': str(self.max_error),
             'logits_error': str(self.logits_error),
@@ -91,7 +98,7 @@ class ConversionReport(Verification):
         rows.append(('logits', '', self.logits_error, self.logits_rms_error))
         approximate = ', approximate' if self.approximate else ''
         return '\n'.join([
-            f'{self.architecture}: {shape}, sharpness {self.sharpness:.3g}{approximate}',
+            f'{self.architecture}: {shape}, sharpness {self.attention_start}{approximate}',
             'layer          heads used   largest error   rms error',
             *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),
             f'top-1 agreement {self.agreement}',

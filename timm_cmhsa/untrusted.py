@@ -44,11 +44,11 @@ def _number(low: float, high: float) -> Rule:
         f'a number from {low:g} to {high:g}')
 
 
-def _size(high: int) -> Rule:
+def _size(high: int, low: int = 1) -> Rule:
     def accepts(value: Any) -> bool:
         sides = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
-        return all(_is_int(side, 1, high) for side in sides)
-    return Rule(accepts, f'one or two whole numbers from 1 to {high}')
+        return all(_is_int(side, low, high) for side in sides)
+    return Rule(accepts, f'one or two whole numbers from {low} to {high}')
 
 
 def _list_of(rule: Rule, most: int) -> Rule:
@@ -90,7 +90,7 @@ ARGS: Dict[str, Rule] = {
     'in_chans': _int(1, 1000), 'hidden_chans': _int(1, 10_000), 'num_classes': _int(0, 10 ** 6),
     'depth': _int(1, 200), 'mlp_ratio': _number(0, 1000),
     'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, 10 ** 5),
-    'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS),
+    'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS), 'padding': _size(2 ** 12, low=0),
     'global_pool': _one_of('', 'avg', 'avgmax', 'max', 'map', 'prr'),
     'fc_norm': _one_of(True, False), 'norm_layer': _known_to(
         get_norm_layer, 'normalization', among=TOKEN_NORMS),
