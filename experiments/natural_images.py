@@ -3,8 +3,9 @@
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
 CIFAR-10. Small models are trained on 5,000 images (500 a class), augmented by crops, flips, Mixup and CutMix, and
 tested on all of validation/. Every row has its own best learning rate of a few, by 1,000 other training images.
+Training is in bfloat16 where that is for speed only (AMP), evaluation in float32.
 
-Runs are done side by side, one to a core, and only once: what is in --results is read, and what was stopped goes on
+Runs are done side by side, one to a core or several to a GPU, and only once: what is in --results is read, and what was stopped goes on
 where it stopped. --rows and --seeds choose a part of them; the table shows all that is there.
 """
 import argparse
@@ -21,7 +22,7 @@ import torch
 from common.options import positive_int
 from common.photos import IMG_SIZE, Photos, split_photos
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
-from common.runs import CPU, VERSIONS
+from common.runs import VERSIONS
 from common.training import Stage, create, evaluate, num_params, train
 from timm.models import load_checkpoint
 from torch import nn
@@ -206,16 +207,18 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
 def do(run: Run, data_dir: Path, output: Path) -> Tuple[str, Record]:
     """Train one run; return its key and result."""
     torch.set_num_threads(1)
+    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     folder = run.folder(output)
     folder.mkdir(parents=True, exist_ok=True)
     data = split_photos(data_dir, run.num_train, NUM_HELD_OUT, run.seed)
     stage = Stage(
         'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
-        batch_size=100, mixup=0.5)
+        batch_size=100, mixup=0.5, amp=True)
     model = create(stage, run.seed)
     if run.row.start:
         load_checkpoint(model, str(checkpoint(phase1_of(run), output)))
         model = STARTS[run.row.start](model.eval())
+    model = model.to(device)
     held = [values for layer in tables(model) for values in global_head(layer)] if run.row.start == HELD else []
     copies = [values.clone() for values in held]
 
@@ -225,8 +228,8 @@ def do(run: Run, data_dir: Path, output: Path) -> Tuple[str, Record]:
                 values.copy_(copy)
 
     biases = [layer.rel_pos.offset_bias().detach().clone() for layer in tables(model)]
-    looks, before = look(model, data.held_out), evaluate(model, data.test, CPU)
-    model, history = train(stage, model, data.train, data.held_out, folder, run.seed, CPU, hold)
+    looks, before = look(model, data.held_out), evaluate(model, data.test, device)
+    model, history = train(stage, model, data.train, data.held_out, folder, run.seed, device, hold)
     moved = [(layer.rel_pos.offset_bias() - bias).abs().max().item() for layer, bias in zip(tables(model), biases)]
     return run.key, dict(
         title=run.row.title,
@@ -235,13 +238,14 @@ def do(run: Run, data_dir: Path, output: Path) -> Tuple[str, Record]:
         lr=run.lr,
         params=num_params(model),
         before=before,
-        test=evaluate(model, data.test, CPU),
-        held_out=evaluate(model, data.held_out, CPU),
+        test=evaluate(model, data.test, device),
+        held_out=evaluate(model, data.held_out, device),
         train_loss=history[-1]['train_loss'],
         seconds=history[-1]['seconds'],
         history=history,
         looks={'before': looks, 'after': look(model, data.held_out)},
         bias_movement=moved,
+        device=torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU',
         versions=VERSIONS,
     )
 
@@ -266,7 +270,8 @@ def look(model: nn.Module, photos: Photos) -> List[Dict[str, float]]:
     if not tables(model):
         return []
     means = []
-    for maps in attention_maps(model, photos.images[:NUM_LOOKED_AT]).values():
+    images = photos.images[:NUM_LOOKED_AT].to(next(model.parameters()).device)
+    for maps in attention_maps(model, images).values():
         heads = head_statistics(maps)
         means.append({name: statistics.mean(getattr(head, name) for head in heads)
                       for name in ('best_weight', 'distance', 'entropy')})

@@ -46,6 +46,7 @@ class Stage(NamedTuple):
     checkpoint_hist: int = 1  # how many to keep, the best ones
     batch_size: int = BATCH_SIZE
     mixup: float = 0.  # probability of Mixup (0.8) or CutMix (1.0), one or the other, in a batch
+    amp: bool = False  # in bfloat16
 
     @property
     def img_size(self) -> int:
@@ -141,7 +142,9 @@ def train_epoch(
     for step, (images, targets) in enumerate(loader):
         if stage.mixup:
             images, targets = mixup(images, targets)
-        loss = loss_fn(model(images.to(device)), targets.to(device))
+        with torch.autocast(device.type, torch.bfloat16, enabled=stage.amp):
+            logits = model(images.to(device))
+        loss = loss_fn(logits.float(), targets.to(device))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
