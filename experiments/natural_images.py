@@ -5,8 +5,8 @@ CIFAR-10. Small models are trained on 5,000 images (500 a class), augmented by c
 tested on all of validation/. Every row has its own best learning rate of a few, by 1,000 other training images.
 Training is in bfloat16 where that is for speed only (AMP), evaluation in float32.
 
-Runs are done side by side, one to a core or several to a GPU, and only once: what is in --results is read, and what was stopped goes on
-where it stopped. --rows and --seeds choose a part of them; the table shows all that is there.
+Runs are done side by side, one to a core or several to a GPU, and only once: what is in --results is read, and what was
+stopped goes on where it stopped. --rows and --seeds choose a part of them; the table shows all that is there.
 """
 import argparse
 import fnmatch
