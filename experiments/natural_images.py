@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
-from common.options import positive_int
+from common.options import positive_float, positive_int
 from common.photos import IMG_SIZE, Photos, split_photos
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import VERSIONS
@@ -32,8 +32,6 @@ import timm_cmhsa
 from timm_cmhsa import attention_maps, head_statistics
 from timm_cmhsa.rel_pos import PaddedRelPosTable, RelPosTable
 
-NUM_HELD_OUT = 1000
-RATES = (5e-4, 1e-3, 2e-3)
 NUM_LOOKED_AT = 64  # images
 TOKENS = dict(img_size=IMG_SIZE, patch_size=4)
 SHAPE = dict(TOKENS, hidden_chans=6, depth=4, num_classes=10)  # 8 x 8 tokens of width 96
@@ -147,6 +145,9 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add('--data-dir', type=Path, required=True, help='images, see above')
     add('--num-train', type=positive_int, default=5000, help='number of training images (default: %(default)s)')
+    add('--num-held-out', type=positive_int, default=1000, help='others, to choose by (default: %(default)s)')
+    add('--learning-rates', type=positive_float, nargs='+', default=[5e-4, 1e-3, 2e-3],
+        help='that every row chooses from (default: %(default)s)')
     add('--epochs', type=positive_int, default=40, help='of each phase (default: %(default)s)')
     add('--seeds', type=positive_int, default=3, help='number of seeds (default: %(default)s)')
     add('--rows', nargs='+', default=['*'], metavar='TITLE', help='of these titles only; * is any text')
@@ -165,7 +166,7 @@ def plan(row: Row, seed: int, rates: Dict[str, float], args: argparse.Namespace)
 
 def tune(rows: Sequence[Row], known: Dict[str, float], results: Results, args: argparse.Namespace) -> Dict[str, float]:
     """Choose the learning rate of every row by the held-out images of the first seed."""
-    runs = {row.title: [plan(row, 0, {**known, row.title: lr}, args) for lr in RATES] for row in rows}
+    runs = {row.title: [plan(row, 0, {**known, row.title: lr}, args) for lr in args.learning_rates] for row in rows}
     finish([run for each in runs.values() for run in each], results, args)
     return {title: max(each, key=lambda run: results[run.key]['held_out']['top1']).lr for title, each in runs.items()}
 
@@ -193,7 +194,7 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
         return
     os.environ['TQDM_DISABLE'] = '1'  # of the other processes
     with ProcessPoolExecutor(args.workers, mp_context=get_context('spawn')) as pool:
-        futures = [pool.submit(do, run, args.data_dir, args.output) for run in runs]
+        futures = [pool.submit(do, run, args.data_dir, args.num_held_out, args.output) for run in runs]
         try:
             for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=False):
                 key, record = future.result()
@@ -204,13 +205,13 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
             raise
 
 
-def do(run: Run, data_dir: Path, output: Path) -> Tuple[str, Record]:
+def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, Record]:
     """Train one run; return its key and result."""
     torch.set_num_threads(1)
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
     folder = run.folder(output)
     folder.mkdir(parents=True, exist_ok=True)
-    data = split_photos(data_dir, run.num_train, NUM_HELD_OUT, run.seed)
+    data = split_photos(data_dir, run.num_train, num_held_out, run.seed)
     stage = Stage(
         'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
         batch_size=100, mixup=0.5, amp=True)
