@@ -306,7 +306,7 @@ def test_quadratic_encodings(rel_pos, src, conv_model, tmp_path):
 
 @pytest.mark.parametrize('rel_pos', ['learned', 'cubic'])
 def test_encodings_that_cannot_express_a_convolution_are_refused(rel_pos, src, conv_model, tmp_path):
-    message = f"rel_pos='{rel_pos}' cannot express a convolution: use table, quadratic, quadratic_gen"
+    message = f"rel_pos='{rel_pos}' cannot express a convolution: use table, padded_table, quadratic, quadratic_gen"
     with pytest.raises(CheckpointError, match=message):
         convert_checkpoint(src, tmp_path / 'converted', rel_pos=rel_pos)
     with pytest.raises(ValueError, match=message):

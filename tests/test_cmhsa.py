@@ -26,9 +26,9 @@ def images(*size, batch=2):
 
 def test_registered_models():
     assert timm.list_models('*cmhsa*') == [
-        'cmhsa_attn', 'cmhsa_attn_16x48_patch4_32', 'cmhsa_attn_16x96', 'cmhsa_attn_patch4_32', 'cmhsa_conv_k3',
-        'cmhsa_conv_k3_patch4_32', 'cmhsa_conv_k5', 'cmhsa_conv_k5_patch4_32', 'test_cmhsa_attn',
-        'test_cmhsa_conv_k3']
+        'cmhsa_attn', 'cmhsa_attn_16x48_patch4_32', 'cmhsa_attn_16x96', 'cmhsa_attn_patch4_32', 'cmhsa_attn_soft',
+        'cmhsa_attn_soft_20x96', 'cmhsa_attn_soft_patch4_32', 'cmhsa_conv_k3', 'cmhsa_conv_k3_patch4_32',
+        'cmhsa_conv_k5', 'cmhsa_conv_k5_patch4_32', 'test_cmhsa_attn', 'test_cmhsa_conv_k3']
     assert set(timm.list_models('cmhsa*')) <= set(timm.list_models(module='cmhsa'))
 
 
@@ -311,11 +311,11 @@ def test_set_input_size_refuses_what_cannot_be(name):
 
 @pytest.mark.parametrize('rel_pos', ENCODINGS)
 def test_a_size_that_memory_does_not_hold_leaves_the_model_as_it_was(rel_pos):
-    model = timm.create_model(PIXEL, rel_pos=rel_pos, depth=2).eval()
+    model = timm.create_model(ATTN if rel_pos == 'padded_table' else PIXEL, rel_pos=rel_pos, depth=2).eval()
     model.blocks[0].attn = PatchConv2d(48, 4, 8)  # which any grid suits
     expected, x = model(x := images()), x
     with pytest.raises(RuntimeError, match=r'memory|overflow|too large'):
-        model.set_input_size(2 ** (25 if rel_pos.startswith('quadratic') or rel_pos == 'table' else 48))
+        model.set_input_size(2 ** (25 if rel_pos.startswith('quadratic') or rel_pos.endswith('table') else 48))
     assert torch.equal(model(x), expected)
 
 
