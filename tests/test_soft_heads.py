@@ -11,6 +11,7 @@ from timm_cmhsa import (
     attend_convs,
     attention_maps,
     conv2d_to_attention,
+    convert_checkpoint,
     convert_model,
     head_statistics,
     patchify,
@@ -119,17 +120,27 @@ def test_how_many_heads_it_takes(kernel_size, head_dim, num_heads, center_is_sof
     if num_heads > 1:
         with pytest.raises(ValueError, match=f'it takes {num_heads} heads of {head_dim or 768}'):
             conv2d_to_attention(conv, 16, 14, num_heads - 1, head_dim, peak=0.75, approximate=True)
+        with pytest.raises(ValueError, match=r'heads of \d+\.$'):  # no word of approximate=True, which is for others
+            conv2d_to_attention(conv, 16, 14, num_heads - 1, head_dim, peak=0.75)
 
 
 @pytest.mark.parametrize(('kwargs', 'message'), [
     ({'peak': 1.}, 'peak=1.0 must be between 0 and 1'),
     ({'peak': 0.04}, 'above 1 / 25'),
+    ({'peak': math.nextafter(0.04, 1)}, 'too close to 1 / 25'),  # rounding would be 1e9 times the output
+    ({'peak': 0.04 * (1 + 1e-7)}, 'too close to 1 / 25'),
     ({'peak': float('nan')}, 'peak=nan'),
     ({'peak': 0.5, 'rel_pos': 'quadratic'}, "peak=0.5 is for rel_pos='table'"),
 ])
 def test_impossible_peaks_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         conv2d_to_attention(nn.Conv2d(2, 2, 3, padding=1), 4, 3, **kwargs)
+
+
+@pytest.mark.parametrize('kwargs', [{'peak': 0.5}, {'rel_pos': 'padded_table'}])
+def test_a_convolution_that_reads_nothing_but_padding(kwargs):
+    conv = nn.Conv2d(2, 2, (1, 2), dilation=(1, 2), padding='same')
+    assert rewrite_error(conv, (1, 1), (3, 1), **kwargs) <= 1e-7
 
 
 def phase1(**kwargs):
@@ -151,6 +162,13 @@ def test_a_whole_model(head_dim):
     again = timm.create_model('cmhsa_attn_soft', **converted.model_args()).eval()
     again.load_state_dict(converted.state_dict())
     assert torch.equal(again(images), converted(images))
+
+
+def test_a_peak_that_no_head_has_is_not_reported(tmp_path):
+    torch.save(phase1(kernel_size=1).state_dict(), tmp_path / 'phase1.pth')
+    report = convert_checkpoint(tmp_path / 'phase1.pth', tmp_path / 'phase2', img_size=16, peak=0.75)
+    assert report.peak is None
+    assert report.max_error <= 1e-6
 
 
 @pytest.mark.parametrize('img_size', [(8, 24), (24, 32)])

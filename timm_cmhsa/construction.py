@@ -24,6 +24,7 @@ from .rel_pos import POINTABLE, OffsetRelPos, PaddedRelPosTable
 
 MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
 TABLES = ('table', 'padded_table')
+MAX_ROUNDING = 0.1  # by soft heads, relative to the output
 MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
 
 
@@ -84,9 +85,9 @@ def conv2d_to_attention(
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
-    Offsets that never meet the grid get no head, so a grid that is one patch high or wide must not grow afterwards.
-    With circular padding and a quadratic encoding, no grid may: there a head has one offset, and the offsets that lead
-    around the image need heads of their own.
+    Offsets that never meet the grid get no head, so a grid that is smaller than the kernel's reach must not grow
+    afterwards. With circular padding no grid may change: which offsets lead around the image depends on its size. With
+    a quadratic encoding, where a head has one offset, these need heads of their own.
 
     For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
     `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
@@ -153,7 +154,8 @@ def rewrite(
     factors: Iterable[Factors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
         if not options.approximate or options.peak is not None:
-            raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
+            best = ', or approximate=True for the best that these can' if options.peak is None else ''
+            raise ValueError(f'{_too_few_heads(heads, num_heads, options.head_dim or dim)}{best}.')
         factors = best_factors(conv, heads, num_heads, grid_size, options)
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
@@ -191,7 +193,12 @@ def rewrite(
             outputs = outputs * -leak
         elif head.is_soft:
             bias = attn.rel_pos.offset_bias()[:, i].max().item()  # as its type has rounded it
-            leak = num_keys / math.expm1(bias)
+            excess = math.expm1(bias)
+            if excess * MAX_ROUNDING < num_keys * torch.finfo(conv.weight.dtype).eps:
+                raise ValueError(
+                    f'peak={options.peak} is too close to 1 / {num_keys}, the share of each of {num_keys} keys, for '
+                    f'{conv.weight.dtype}: take a larger one.')
+            leak = num_keys / excess
             outputs = outputs * (1 + leak)
         query[i] = 0
         value[i, :len(inputs)] = inputs.to(value.dtype)
@@ -256,12 +263,10 @@ def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[
     """Return the encoding of the layer, and the padding that its heads can reach, as arguments."""
     if options.peak is None and options.rel_pos != PaddedRelPosTable.name:
         return {'rel_pos': options.rel_pos}
-    offsets = [head.offset for head in heads if head.offset is not None]
-    wraps = _heads_wrap(conv, options.rel_pos)
-    return {
-        'rel_pos': PaddedRelPosTable.name,
-        'padding': (0, 0) if wraps else tuple(max(map(abs, axis), default=0) for axis in zip(*offsets)),
-    }
+    offsets = [(0, 0)]
+    if not _heads_wrap(conv, options.rel_pos):
+        offsets += [head.offset for head in heads if head.offset is not None]
+    return {'rel_pos': PaddedRelPosTable.name, 'padding': tuple(max(map(abs, axis)) for axis in zip(*offsets))}
 
 
 def peak_sharpness(peak: float, num_keys: int) -> float:
@@ -281,7 +286,7 @@ def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
     numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), largest)]
     remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
     return (f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
-            f'{" or ".join(remedies)}, or approximate=True for the best that these can.')
+            f'{" or ".join(remedies)}')
 
 
 def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:

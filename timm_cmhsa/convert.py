@@ -95,7 +95,7 @@ def _common_names(model: nn.Module) -> Set[str]:
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
-    """Return the options with all that was left open, from the architecture: number, width, sharpness of the heads."""
+    """Return the options with all that was left open, from the architecture, and without those that change nothing."""
     options.check()
     check_architecture(architecture)
     target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
@@ -110,8 +110,8 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
                 f'{architecture} has tokens of width {target.embed_dim}, the phase-1 model of {model.embed_dim}: '
                 f'choose a model of that width, or {matching_architecture(model)} with head_dim=N.')
         head_dim = default.head_dim if is_thin else model.embed_dim
-    needed = len(plan_heads(
-        mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos, options.peak))
+    heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos, options.peak)
+    needed = len(heads)
     if num_heads is None:
         num_heads = default.num_heads if options.head_dim is None else needed
         num_heads = num_heads if options.approximate else max(needed, num_heads)
@@ -120,7 +120,8 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
         sharpness = exact_sharpness(mixer.grid_size[0] * mixer.grid_size[1], mixer.conv.weight.dtype)
     return options._replace(
         num_heads=num_heads, head_dim=head_dim, sharpness=sharpness,
-        approximate=options.approximate and needed > num_heads)
+        approximate=options.approximate and needed > num_heads,
+        peak=options.peak if any(head.is_soft for head in heads) else None)
 
 
 def check_architecture(name: str) -> None:
