@@ -21,7 +21,7 @@ from torch import nn
 
 from timm_cmhsa import CheckpointError, convert_checkpoint, save_for_hub
 from timm_cmhsa.cli import Parser, convert_main, plot_main, run_command
-from timm_cmhsa.destination import PREFIX, check_destination, whole_or_nothing
+from timm_cmhsa.destination import PREFIX, check_destination, remove_leftovers, whole_or_nothing
 from timm_cmhsa.plots import PlotError, plot_attention
 
 resource = pytest.importorskip('resource')  # processes are limited and stopped by means of POSIX
@@ -515,3 +515,22 @@ def test_a_password_is_never_said(arguments, src, tmp_path, capsys, monkeypatch)
     err = capsys.readouterr().err
     assert 'host' in err
     assert 'secret' not in err
+
+
+@pytest.mark.skipif(os.name == 'nt', reason='makes symbolic links')
+def test_leftovers_made_by_strangers_delete_and_replace_nothing(tmp_path):
+    """A folder that was unpacked can hold one of the name of a temporary folder."""
+    models, notes = tmp_path / 'models' / 'one', tmp_path / 'notes.txt'
+    models.mkdir(parents=True)
+    (models / 'model.safetensors').write_text('mine')
+    notes.write_text('mine')
+    by_parent, by_link, by_file = (tmp_path / f'.timm_cmhsa-{i:016x}' for i in range(3))
+    by_parent.mkdir()
+    (by_parent / 'old').symlink_to(models.parent)
+    (by_link / 'old').mkdir(parents=True)
+    (by_link / 'old' / 'two').symlink_to(models)
+    for name in ('old', 'new'):
+        (by_file / name).mkdir(parents=True)
+        (by_file / name / 'notes.txt').write_text('theirs')
+    remove_leftovers(tmp_path)
+    assert (models / 'model.safetensors').read_text() == notes.read_text() == 'mine'

@@ -178,6 +178,8 @@ def _remove(temporary: Path) -> None:
     """
     with contextlib.suppress(OSError):
         for old in temporary.glob('old/*'):
+            if old.is_symlink() or old.parent.is_symlink() or not old.is_dir():
+                return  # It is not ours: a folder of strangers can hold one of such a name.
             if (temporary / 'new' / old.name).exists():
                 old.rename(temporary.parent / old.name)
                 continue
