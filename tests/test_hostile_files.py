@@ -20,6 +20,7 @@ from timm_cmhsa import CheckpointError, convert_checkpoint
 from timm_cmhsa.checkpoints import training_details
 from timm_cmhsa.cli import convert_main as main, read_label_names, read_results
 from timm_cmhsa.files import read_checkpoint
+from timm_cmhsa.hub.publish import check_label_names
 from timm_cmhsa.messages import shorten
 from timm_cmhsa.plots import load_model
 
@@ -363,7 +364,8 @@ def test_odd_names_of_files(state_dict, tmp_path):
 
 def test_label_names_and_results_that_are_none(tmp_path):
     path = tmp_path / 'a'
-    for content in (b'\xff\xff', b'', b' ' * (2 ** 24 + 1), b'[' * 10 ** 5, b'{"top1": [1]}'):
+    large = b'{"top1": 1' + b'0' * 400 + b'}'
+    for content in (b'\xff\xff', b'', b' ' * (2 ** 24 + 1), b'[' * 10 ** 5, b'{"top1": [1]}', large):
         path.write_bytes(content)
         with pytest.raises(CheckpointError):
             read_results(path)
@@ -378,6 +380,28 @@ def test_label_names_and_results_that_are_none(tmp_path):
 def test_what_is_printed_of_a_file_is_short_and_in_one_line(value, expected):
     assert shorten(value).isprintable()
     assert len(shorten(value)) <= expected
+
+
+def test_names_of_classes_and_results_are_shortened(tmp_path):
+    names = [str(i) for i in range(2 * 10 ** 5)]
+    for bad in ([*names, *2 * ['y' * 10 ** 5]], ['y\1' * 10 ** 5]):  # to count every name would take minutes
+        with pytest.raises(CheckpointError) as error:
+            check_label_names(bad, len(bad))
+        assert len(str(error.value)) < 300
+    (tmp_path / 'a').write_text(json.dumps({'top1': ['x' * 10 ** 5]}))
+    with pytest.raises(CheckpointError) as error:
+        read_results(tmp_path / 'a')
+    assert len(str(error.value)) < 300
+
+
+def test_long_shapes_and_arguments_are_shortened(state_dict, folder, refused, tmp_path):
+    torch.save({**state_dict, 'head.weight': torch.zeros([1] * 3000)}, tmp_path / 'a.pth')
+    refused(tmp_path / 'a.pth', 'head.weight has shape (1, 1')
+    told = {'architecture': 'cmhsa_attn', 'model_args': {'num_heads': [1] * 1000, 'img_size': 8}}
+    (folder / 'config.json').write_text(json.dumps(told))
+    with pytest.raises(CheckpointError) as error:
+        load_model(folder)
+    assert len(str(error.value)) < 1000
 
 
 def test_every_test_that_the_promises_name_is_there():

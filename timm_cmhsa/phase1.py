@@ -8,7 +8,7 @@ from timm.layers import to_2tuple
 
 from .cmhsa import CmhsaConv
 from .files import CheckpointError
-from .messages import one_line, shorten_names
+from .messages import one_line, shorten, shorten_names
 from .untrusted import checked_args
 
 UNTOLD_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'fc_norm', 'norm_layer', 'act_layer')
@@ -120,7 +120,8 @@ def _check_phase1(state_dict: Mapping[str, torch.Tensor]) -> None:
     for name, ndim in {**needed, 'head.weight': 2}.items():
         tensor = state_dict.get(name)
         if tensor is not None and (tensor.ndim != ndim or not tensor.numel()):
-            raise CheckpointError(f'{name} has shape {tuple(tensor.shape)}, where {ndim} dimensions were expected.')
+            raise CheckpointError(
+                f'{name} has shape {shorten(tuple(tensor.shape))}, where {ndim} dimensions were expected.')
 
 
 def _check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
@@ -131,7 +132,7 @@ def _check_tensors(state_dict: Mapping[str, torch.Tensor], expected: Mapping[str
     for name, tensor in state_dict.items():
         if tensor.shape != expected[name].shape:
             raise CheckpointError(
-                f'{name} has shape {tuple(tensor.shape)}, where the other tensors ask for '
+                f'{name} has shape {shorten(tuple(tensor.shape))}, where the other tensors ask for '
                 f'{tuple(expected[name].shape)}.')
         if tensor.dtype not in DTYPES.values():
             raise CheckpointError(f'{name} is of type {tensor.dtype}, where one of {", ".join(DTYPES)} was expected.')

@@ -11,6 +11,7 @@ from timm.models._hub import generate_readme
 from ..cmhsa import Cmhsa, CmhsaAttn, CmhsaConv
 from ..files import CheckpointError
 from ..images import data_config
+from ..messages import shorten
 from ..pixel import PixelAttn
 from ..version import __version__
 
@@ -131,8 +132,9 @@ def check_results(results: Mapping[str, Any]) -> Dict[str, float]:
     for name, value in results.items():
         try:
             in_range = 0 <= float(value) <= 100
-        except (TypeError, ValueError) as e:
-            raise CheckpointError(f'the result {name}={value!r} is not a number: give accuracies in percent.') from e
+        except (TypeError, ValueError, OverflowError) as e:
+            raise CheckpointError(
+                f'the result {name}={shorten(value)} is not a number: give accuracies in percent.') from e
         if not in_range:
             raise CheckpointError(f'the result {name}={value} is not between 0 and 100: give accuracies in percent.')
     return {str(name): float(value) for name, value in results.items()}

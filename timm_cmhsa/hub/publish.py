@@ -3,6 +3,7 @@ import json
 import logging
 import tempfile
 import unicodedata
+from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
@@ -168,8 +169,8 @@ def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]
     if len(names) != num_classes:
         raise CheckpointError(f'{len(names)} label names were given for {num_classes} classes.')
     if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f'the label name {twice!r} was given more than once.')
+        twice = Counter(names).most_common(1)[0][0]
+        raise CheckpointError(f'the label name {shorten(twice)} was given more than once.')
     return names
 
 
@@ -180,7 +181,7 @@ def check_names(argument: str, names: Sequence[str]) -> List[str]:
     names = [str(name) for name in names]
     for name in names:
         if not name.strip() or any(unicodedata.category(c) in ('Cc', 'Cs', 'Zl', 'Zp') for c in name):
-            raise CheckpointError(f'{argument} has the name {name!a}: give text in one line.')
+            raise CheckpointError(f'{argument} has the name {shorten(name)}: give text in one line.')
     return names
 
 
@@ -336,7 +337,7 @@ def push_folder_to_hub(
 
 def _read_remote(api: HfApi, info: ModelInfo, name: str) -> bytes:
     with hub_errors(info.id, 'read'):
-        return Path(api.hf_hub_download(info.id, name, revision=info.sha)).read_bytes()
+        return read_text(Path(api.hf_hub_download(info.id, name, revision=info.sha)))
 
 
 def _is_weights(name: str) -> bool:
@@ -350,7 +351,8 @@ def _check_same_model(folder: Path, api: HfApi, info: ModelInfo, names: Set[str]
     ours = _architecture_and_classes(read_text(folder / 'config.json'))
     theirs = _architecture_and_classes(_read_remote(api, info, 'config.json')) if 'config.json' in names else None
     if theirs is None or ours != theirs:
-        what = 'of unknown architecture' if theirs is None else f'{shorten(theirs[0])[1:-1]} with {theirs[1]} classes'
+        what = 'of unknown architecture' if theirs is None else (
+            f'{shorten(theirs[0])[1:-1]} with {shorten(theirs[1])} classes')
         raise HubError(
             f'{info.id} holds another model ({what}): choose another name, or replace it with overwrite_model=True.')
 

@@ -74,7 +74,7 @@ def load_model(
         return build_model(name, args, checkpoint.pretrained_cfg, checkpoint.state_dict)
     except Exception as e:  # timm's layers raise many kinds
         reason = printable(textwrap.shorten(str(e), 300, placeholder='...'))
-        raise CheckpointError(f'{path} cannot be loaded as {name} with {args}: {reason}') from e
+        raise CheckpointError(f'{path} cannot be loaded as {name} with {shorten(args)}: {reason}') from e
 
 
 def open_models(
