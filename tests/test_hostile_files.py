@@ -138,22 +138,6 @@ def test_the_pickle_that_torch_takes_is_the_one_looked_at(refused, tmp_path):
     refused(path, 'needs code to load')
 
 
-NESTED = b'N' + b'\x85' * 3 * 10 ** 5
-ORDERED = b'ccollections\nOrderedDict\n'
-LARGE = b'\x8a\x0a' + b'\1' * 10
-
-
-@pytest.mark.parametrize('content', [
-    b'}' + NESTED + b'Ns', b'}(NN' + NESTED + b'Nu', b'(' + NESTED + b'tQ', b'}' + LARGE + b'Ns', b'}K\1\x85q\0h\0Ns',
-    ORDERED + b']K\1K\1\x86\x85a\x85R', b'}ctorch\nSize\n]K\1a\x85RNs', b'}ctorch\nSize\n]K\1a\x85\x81}bNs',
-    b'cargparse\nNamespace\n)R}X\x0c\0\0\0__setstate__' + ORDERED + b'sb]K\1K\1\x86\x85Na\x86ab'])
-def test_keys_are_plain(content, refused, tmp_path):
-    """The hash of a tuple can overflow the stack of the process, and take hours where there are many."""
-    torch.save({}, tmp_path / 'a.pth')
-    resaved(tmp_path / 'a.pth', data_pkl=b'\x80\x02' + content + b'.')
-    refused(tmp_path / 'a.pth', 'has keys that are neither texts nor small numbers')
-
-
 def test_every_truncation_is_one_line(state_dict, tmp_path):
     """Of the file that torch wrote before 1.6, too."""
     buffer = io.BytesIO()

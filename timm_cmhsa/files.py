@@ -12,7 +12,7 @@ import re
 import warnings
 import zipfile
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import safetensors
 import torch
@@ -27,10 +27,9 @@ MAX_TEXT = 2 ** 24  # bytes of a config.json or the like: as objects, JSON takes
 # What the pickles of checkpoints name. torch.load(weights_only=True) executes no other code either, but some that it
 # allows takes any amount of memory or time, as bytearray does.
 PICKLED_NAMES = re.compile(
-    r'collections OrderedDict|argparse Namespace|torch (Size|device)|'
+    r'collections (OrderedDict|Counter)|(builtins|__builtin__) set|argparse Namespace|torch (Size|device)|'
     r'torch (bool|u?int\d+|b?float\d+|(Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage)|'
     r'torch\._utils _rebuild_(tensor|tensor_v2|parameter)|torch\.nn\.parameter Parameter')
-ORDERED_DICT = -1  # where `_check_pickle` keeps how deep tuples are nested
 
 
 class CheckpointError(ValueError):
@@ -170,53 +169,16 @@ def _check_pickles(path: Path) -> bool:
             if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
                 raise CheckpointError(f'{path} is compressed, which torch.save never does: load and save it again.')
             # as torch finds it, which takes DATA.PKL as well, and another directory where there are two
-            _check_pickle(io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record('data.pkl')), path)
+            pickles: List[Any] = [io.BytesIO(torch._C.PyTorchFileReader(str(path)).get_record('data.pkl'))]
         else:
-            for _ in range(5):  # magic number, version, system, content, names of storages: one after the other
-                _check_pickle(file, path)
+            pickles = [file] * 5  # magic number, version, system, content, names of storages: one after the other
+        for stream in pickles:
+            for opcode, arg, _ in pickletools.genops(stream):
+                if 'GLOBAL' in opcode.name and not PICKLED_NAMES.fullmatch(arg or ''):
+                    raise CheckpointError(
+                        f'{path} needs code to load, which is never executed ({shorten(arg)}): save its state_dict() '
+                        'alone.')
     return is_zip
-
-
-def _check_pickle(stream: BinaryIO, path: Path) -> None:
-    """Refuse a pickle that names what no checkpoint needs, or whose keys are not plain.
-
-    The hash of nested tuples overflows the C stack, and those of tuples and large numbers can be made to collide. So
-    of everything on the stack it is kept how deep tuples are nested in it, 1 for what is as bad as a tuple.
-    """
-    stack: List[int] = []
-    marks: List[int] = []
-    memo: Dict[int, int] = {}
-    arg: Any
-    for opcode, arg, _ in pickletools.genops(stream):
-        name, depth = opcode.name, 0
-        if 'GLOBAL' in name and not PICKLED_NAMES.fullmatch(arg or ''):
-            raise CheckpointError(
-                f'{path} needs code to load, which is never executed ({shorten(arg)}): save its state_dict() alone.')
-        if name == 'MARK':
-            marks.append(len(stack))
-        elif name.endswith('BINPUT'):
-            memo[arg] = stack[-1]
-        elif name.endswith('BINGET'):
-            stack.append(memo[arg])
-        else:
-            marked = pickletools.markobject in opcode.stack_before
-            start = marks.pop() if marked else len(stack) - len(opcode.stack_before)
-            items = stack[start:]
-            del stack[start:]
-            keys = {'SETITEM': items[1:2], 'SETITEMS': items[::2], 'BINPERSID': [each - 1 for each in items]}
-            if max(keys.get(name, ()), default=0) > 0 or (
-                    ORDERED_DICT in items and (name, *items) != ('REDUCE', ORDERED_DICT, 0)):  # filled by SETITEMS
-                raise CheckpointError(f'{path} has keys that are neither texts nor small numbers.')
-            if name == 'GLOBAL' and arg == 'collections OrderedDict':
-                depth = ORDERED_DICT
-            elif name.startswith('TUPLE'):
-                depth = 1 + max(items, default=0)
-            elif name in ('REDUCE', 'NEWOBJ', 'BUILD') or (name.startswith('LONG') and arg.bit_length() > 64):
-                depth = 1
-            if not marked or name == 'TUPLE':
-                stack += [depth] * len(opcode.stack_after)
-
-
 
 
 def _select_state_dict(content: Dict[Any, Any], path: Path, use_ema: bool) -> Dict[str, torch.Tensor]:
