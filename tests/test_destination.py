@@ -378,8 +378,11 @@ def test_files_are_as_readable_as_the_user_makes_files(src, tmp_path):
 # Stopped
 
 
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize(('name', 'force'), [('out.pth', False), ('out.pth', True), ('out', False), ('out', True)])
+@pytest.mark.parametrize(('signum', 'name', 'force'), [
+    (signal.SIGTERM, 'out.pth', False), (signal.SIGKILL, 'out', True),
+    *(pytest.param(signum, name, force, marks=pytest.mark.slow)
+      for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL) for name in ('out.pth', 'out')
+      for force in (False, True))])
 def test_stopped_before_any_call(signum, name, force, tmp_path):
     """What is there is the old or the new, and nothing else is left, but by a kill, until the next run."""
     dst = tmp_path / name
@@ -421,7 +424,7 @@ def test_the_command_stopped_between_the_two_steps_of_replacing_a_folder(src, tm
     assert content(tmp_path) == before
 
 
-@pytest.mark.parametrize('signum', [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize('signum', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_pictures_are_whole_or_not_there(signum, pixel_model, tmp_path):
     arguments = [str(pixel_model), '--output', str(tmp_path)]
     code, _, err = run(

@@ -147,7 +147,7 @@ def fuzz(folder, seed, count):
 
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='limits the memory by means of Linux')
-@pytest.mark.parametrize(('seed', 'count'), [(0, 40), *(
+@pytest.mark.parametrize(('seed', 'count'), [(0, 10), *(
     pytest.param(seed, 500, marks=pytest.mark.slow) for seed in range(1, 5))])
 def test_mutated_files_are_read_or_refused(seed, count, tmp_path):
     result = subprocess.run(
