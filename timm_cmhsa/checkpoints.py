@@ -18,7 +18,7 @@ from .destination import PICKLE_SUFFIXES, check_destination, whole_or_nothing
 from .files import CheckpointError, read_checkpoint
 from .hub.download import PREFIXES, download
 from .images import read_folder
-from .messages import one_line, printable
+from .messages import printable
 from .patches import Size2d
 from .phase1 import DTYPES, UNTOLD_ARGS, build_phase1, default_img_size, matching_phase1, told_by_user
 from .report import ConversionReport
@@ -138,13 +138,7 @@ def locate(src: Union[str, Path], dst: Union[str, Path], force: bool) -> Tuple[P
     """Return the file or folder of a source, fetched from the Hub if it is there, and the destination."""
     check_destination(dst, None, force)  # before anything is fetched
     src = str(src)
-    path = download(src) if src.startswith(PREFIXES) else Path(src.removeprefix('local-dir:'))
-    try:
-        path = path.resolve(strict=True)
-    except (OSError, RuntimeError) as e:  # RuntimeError is of links that lead in a circle
-        raise CheckpointError(
-            f'{path} does not exist or cannot be reached ({one_line(e)}): give a checkpoint file, a local-dir: folder '
-            'or hf-hub:USER/NAME.') from e
+    path = Path(os.path.realpath(download(src) if src.startswith(PREFIXES) else src.removeprefix('local-dir:')))
     return path, check_destination(dst, path, force)
 
 

@@ -1,7 +1,6 @@
 """Where results are written: whole or not at all, and nothing that was there is lost."""
 import contextlib
 import os
-import re
 import secrets
 import shutil
 from pathlib import Path
@@ -22,10 +21,9 @@ PREFIX = '.timm_cmhsa-'  # of temporary folders
 
 
 def check_destination(dst: Union[str, Path], src: Optional[Path], force: bool) -> Path:
-    """Return a destination, or refuse one that cannot be written or would lose something, before any work is done.
+    """Resolve the links of a destination; refuse one that cannot be written, or where something would be lost.
 
-    A link stays a link: what it leads to is written, and made if there is nothing yet. What killed runs left beside
-    the destination is taken away.
+    What killed runs left beside it is removed.
     """
     try:
         dst = Path(os.path.realpath(dst))
@@ -46,9 +44,9 @@ def check_destination(dst: Union[str, Path], src: Optional[Path], force: bool) -
 
 def _overlap(dst: Path, src: Path) -> bool:
     """Return whether writing would touch the source: the files of a folder can be links, as in the Hub's cache."""
-    sources = [src, *(Path(os.path.realpath(path)) for path in src.iterdir())] if src.is_dir() else [src]
+    sources = [src, *(Path(os.path.realpath(path)) for path in src.iterdir())] if os.path.isdir(src) else [src]
     return src in dst.parents or any(
-        dst == path or dst in path.parents or (path.exists() and dst.exists() and dst.samefile(path))
+        dst == path or dst in path.parents or (os.path.exists(path) and dst.exists() and dst.samefile(path))
         for path in sources)
 
 
@@ -74,10 +72,9 @@ def _check_replaceable(found: Path, dst: Path, by_folder: bool, force: bool) -> 
 def whole_or_nothing(dst: Path, force: bool) -> Iterator[Path]:
     """Give a path to write a file or folder to, which takes the destination's place when all of it is written.
 
-    What the destination holds then decides, not what it held before the work: without force, nothing but an empty
-    folder is replaced, whoever made it and when. A file is replaced in one step. A folder is set aside first: readers
-    find the old one, for a moment none, or the new one. Stopped or failing at any moment, the old one stays or comes
-    back; after a kill (SIGKILL), when the next run writes there.
+    Without force, nothing but an empty folder is replaced, even if it appeared during the work. A file is replaced in
+    one step; a folder is set aside first, so for a moment there is none. If anything fails or stops the work, the old
+    one stays or comes back; after SIGKILL, when the next run writes there.
     """
     try:
         with temporary_folder(dst.parent) as folder:
@@ -93,7 +90,7 @@ def whole_or_nothing(dst: Path, force: bool) -> Iterator[Path]:
 
 
 def _put(new: Path, dst: Path, force: bool) -> None:
-    """Move what is written to its destination, which is looked at again, and then not replaced but by force."""
+    """Move what is written to its destination, after another look at what is there."""
     _check_replaceable(dst, dst, new.is_dir(), force)
     if new.is_dir():
         if dst.is_dir() and any(dst.iterdir()):
@@ -107,30 +104,22 @@ def _put(new: Path, dst: Path, force: bool) -> None:
     else:
         try:
             os.link(new, dst)  # refused if there is anything, in one step
-        except FileExistsError:
-            raise
-        except OSError:  # The filesystem has no links: an empty file keeps the place for a moment.
+        except OSError:  # or the filesystem has no links: an empty file keeps the place for a moment
             dst.touch(exist_ok=False)
-            try:
-                new.replace(dst)
-            except BaseException:
-                dst.unlink()
-                raise
+            new.replace(dst)
 
 
 @contextlib.contextmanager
 def temporary_folder(parent: Path) -> Iterator[Path]:
     """Give an empty folder on the same filesystem, and remove it, or say where it keeps what it cannot put back.
 
-    It is `.timm_cmhsa-*/new`, hidden in the parent. A lock on `.timm_cmhsa-*`, which ends with the process, however
-    that ends, tells others that it is in use.
+    It is `.timm_cmhsa-*/new`. A lock on `.timm_cmhsa-*`, which ends with the process, tells others that it is in use.
     """
     temporary = parent / f'{PREFIX}{secrets.token_hex(8)}'
     lock = None
     try:
-        while not temporary.is_dir():  # again, if another run took it for a leftover before it was locked
-            temporary.mkdir()
-            lock = _lock(temporary, wait=True)
+        temporary.mkdir()
+        lock = _lock(temporary, wait=True)
         (temporary / 'new').mkdir()
         yield temporary / 'new'
     finally:
@@ -147,15 +136,11 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 
 def remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders of runs that were killed, but not those of runs that are alive."""
-    for temporary in parent.glob(f'{PREFIX}*'):
-        is_ours = re.fullmatch('[0-9a-f]{16}', temporary.name[len(PREFIX):]) and not temporary.is_symlink()
-        if is_ours and temporary.is_dir():
-            lock = _lock(temporary, wait=False)
-            if lock is not None:
-                try:
-                    _remove(temporary)
-                finally:
-                    os.close(lock)
+    for temporary in parent.glob(PREFIX + 16 * '[0-9a-f]'):
+        lock = None if temporary.is_symlink() or not temporary.is_dir() else _lock(temporary, wait=False)
+        if lock is not None:
+            _remove(temporary)
+            os.close(lock)
 
 
 def _lock(folder: Path, wait: bool) -> Optional[int]:
@@ -172,10 +157,7 @@ def _lock(folder: Path, wait: bool) -> Optional[int]:
 
 
 def _remove(temporary: Path) -> None:
-    """Remove a temporary folder, as far as it can be; what was set aside and has no successor goes back to its place.
-
-    Of what was set aside nothing is deleted but the files of a model.
-    """
+    """Remove a temporary folder, and put a model that was set aside and not replaced back to its place, if possible."""
     with contextlib.suppress(OSError):
         for old in temporary.glob('old/*'):
             if old.is_symlink() or old.parent.is_symlink() or not old.is_dir():
@@ -183,7 +165,7 @@ def _remove(temporary: Path) -> None:
             if (temporary / 'new' / old.name).exists():
                 old.rename(temporary.parent / old.name)
                 continue
-            for name in MODEL_FILES:
+            for name in MODEL_FILES:  # nothing else
                 (old / name).unlink(missing_ok=True)
             old.rmdir()
         shutil.rmtree(temporary / 'new', ignore_errors=True)
