@@ -527,7 +527,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--tolerance', 'nan'], '--tolerance nan must be 0 or more'),
     (['--num-heads', '99999999999'], '--num-heads 99999999999 would make a layer of'),
     (['--img-size', '0'], '--img-size is (0, 0), where one or two whole numbers from 1'),
-    (['--model-kwargs', 'act_layer=eval'], "act_layer is 'eval', where the name of one of timm's activation layers"),
+    (['--model-kwargs', 'act_layer=eval'], "act_layer is 'eval', where one of 'silu', 'swish'"),
     (['--model-kwargs', 'global_pool=sum'], "global_pool is 'sum', where one of"),
     (['--model-kwargs', 'pretrained=True'], 'has pretrained, where only img_size, patch_size, in_chans, global_pool'),
     (['--model-kwargs', 'in_chans=1', '--in-chans', '3'], 'in_chans was given twice, 1 and 3'),

@@ -42,7 +42,7 @@ class VerificationError(RuntimeError):
 class Phase1(NamedTuple):
     """A phase-1 model, and where it comes from."""
     model: CmhsaConv  # computes in float32 at least
-    dtypes: Dict[str, torch.dtype]  # of its tensors in the file
+    dtypes: Dict[str, torch.dtype]  # of the tensors to write
     img_size_source: str
     assumed: Dict[str, Any]  # arguments that nothing tells
     unrounded: Optional[CmhsaConv]  # the model before it was rounded to another type
@@ -83,12 +83,12 @@ def convert_checkpoint(
             not tell. By default the size of the registered model with such patches, square patches, and as many
             channels as a token carries, at most 3.
         model_kwargs: More arguments of the phase-1 model, where the checkpoint does not tell: `global_pool`,
-            `norm_layer`, `act_layer` and `fc_norm`, by timm's names. What is assumed instead is reported; no
-            verification finds it wrong, as it compares with a model of the same assumptions.
+            `norm_layer`, `act_layer` and `fc_norm`, by timm's names. What is assumed instead is reported, but cannot be
+            verified.
         num_heads, head_dim, sharpness, approximate, rel_pos, peak: See `convert_model`.
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
-        dtype: Type of the written tensors; by default the source's. The error of rounding to it is reported apart.
+        dtype: Type of the written tensors; by default the source's. The error of rounding to it is reported separately.
         images: Folder of images to verify on besides random ones; at most 64 of all its classes are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
             default 1e-4, and any where the rewrite is approximate.
@@ -119,7 +119,7 @@ def check_options(
         images: Optional[Union[str, Path]],
         tolerance: Optional[float],
 ) -> None:
-    """Refuse what no checkpoint could be converted with, before any work is done. See `convert_checkpoint`."""
+    """Refuse options that fit no checkpoint, before any work is done. See `convert_checkpoint`."""
     try:
         heads.check()
         if architecture is not None:
@@ -151,10 +151,7 @@ def load_phase1(
         use_ema: bool = False,
         dtype: Optional[Union[str, torch.dtype]] = None,
 ) -> Phase1:
-    """Load the phase-1 model of a file or folder, which is that of `src`, told what the user tells of it.
-
-    See `convert_checkpoint` and `told_by_user`.
-    """
+    """Load the phase-1 model of a file or folder, which `src` names; `told` is what `told_by_user` returned."""
     checkpoint = read_checkpoint(path, use_ema)
     known = {key: checkpoint.model_args[key] for key in UNTOLD_ARGS if key in checkpoint.model_args}
     img_size_source = 'from the checkpoint' if 'img_size' in known else 'as asked for'
@@ -174,7 +171,7 @@ def load_phase1(
         raise CheckpointError(f'the checkpoint has {model.num_classes} classes, where {num_classes} were expected.')
     source = {
         **({'Architecture': checkpoint.architecture} if checkpoint.architecture else {}),
-        # of a file no more than its name, as its folder is private; in UTF-8, whatever the locale
+        # of a file only its name, as its folder is private; in UTF-8, whatever the locale
         'Checkpoint': printable(
             os.fsencode(src if str(src).startswith(PREFIXES) else Path(src).name).decode(errors='replace')),
         'Token mixer': '{} x {} convolution'.format(*model.blocks[0].attn.conv.kernel_size),
@@ -252,9 +249,9 @@ def convert_and_verify(
 @torch.inference_mode()
 def _difference(source: CmhsaConv, target: CmhsaConv, images: torch.Tensor) -> float:
     """Return the largest difference of the outputs of two models, relative to the largest output of the first."""
-    outputs = (torch.cat([model(batch.to(next(model.parameters()))) for batch in images.split(BATCH_SIZE)]).double()
-               for model in (source, target))
-    expected, actual = outputs
+    expected, actual = (
+        torch.cat([model(batch.to(next(model.parameters()))) for batch in images.split(BATCH_SIZE)]).double()
+        for model in (source, target))
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
@@ -266,7 +263,7 @@ def _set_types(converted: CmhsaAttn, dtypes: Mapping[str, torch.dtype]) -> None:
 
 
 def _cast(state_dict: Dict[str, torch.Tensor], dtype: torch.dtype) -> Dict[str, torch.Tensor]:
-    """Round finite tensors to another type; refuse one whose largest values are lost, beyond its range or below."""
+    """Round tensors to another type; refuse those with all values, or the largest ones, outside its range."""
     cast = {name: tensor.to(dtype) for name, tensor in state_dict.items()}
     for name, tensor in state_dict.items():
         error = (cast[name].double() - tensor.double()).abs()

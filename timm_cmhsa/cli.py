@@ -69,7 +69,7 @@ def run_command(
         command: Callable[[], None],
         exit_codes: Mapping[Type[Exception], int],
 ) -> int:
-    """Run a command. Say in one line why it failed or that it was stopped. Return its exit code, 0 where it did not."""
+    """Run a command and return its exit code. If it fails or is stopped, say so in one line."""
     handlers = {
         number: signal.signal(number, _stop) for number in (signal.SIGINT, signal.SIGTERM)
         if signal.getsignal(number) is not signal.SIG_IGN}
@@ -93,18 +93,18 @@ def _stop(number: int, frame: Any) -> None:
 
 
 def say(*lines: str, file: Optional[TextIO] = None) -> None:
-    """Print lines, without passwords, as far as the terminal can show them. That it is gone or full is no failure."""
+    """Print lines without passwords, as far as the terminal can show them. It may be closed, which is no failure."""
     stream = file or sys.stdout
     text = without_credentials('\n'.join(map(printable, lines)))
     encoding = getattr(stream, 'encoding', None) or 'utf-8'
     try:
         print(text.encode(encoding, 'backslashreplace').decode(encoding), file=stream, flush=True)
-    except OSError:  # what is left goes nowhere, or Python would fail on it once more at its end
+    except OSError:  # Python would flush once more at its end, and fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 class Parser(argparse.ArgumentParser):
-    """Says its help and errors as the commands do."""
+    """Prints help and errors by `say`."""
 
     def _print_message(self, message: str, file: Any = None) -> None:
         say(*message.splitlines(), file=file or sys.stderr)

@@ -1,8 +1,9 @@
 """A phase-1 model in, the phase-2 model that computes the same out; and a measurement of whether it does."""
 import contextlib
 import copy
+import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Set
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional
 
 import timm
 import torch
@@ -34,8 +35,8 @@ def convert_model(
 ) -> CmhsaAttn:
     """Rewrite a phase-1 model as the phase-2 model that computes the same.
 
-    All else stays as it is, in copies: layers and what was changed in them, image size, classes, preprocessing, device
-    and type. The same model always gives the same result: the random start of keys and spare heads has a fixed seed.
+    Everything else is copied: other layers, image size, classes, preprocessing, device and type. The same model always
+    gives the same result: the random start of keys and spare heads has a fixed seed.
 
     Args:
         model: A `CmhsaConv`, or a wrapper of one (EMA, DistributedDataParallel, torch.compile).
@@ -51,7 +52,8 @@ def convert_model(
 
     Raises:
         TypeError: If it is not a phase-1 model.
-        ValueError: If there is no such architecture, no exact rewrite with these heads, or something has no place.
+        ValueError: If there is no such architecture or no exact rewrite with these heads, or attention would drop hooks
+            or parameters of the model.
     """
     model = unwrap_model(model)
     if not isinstance(model, CmhsaConv):
@@ -83,15 +85,10 @@ def convert_model(
     proj, weight = converted.patch_embed.proj, next(model.parameters())
     proj.to_empty(device=weight.device).to(weight.dtype)
     init_patch_identity(proj)
-    unplaced = _common_names(model) ^ _common_names(converted)
-    if unplaced:
-        raise ValueError(f'{min(unplaced)} is in one of {type(model).__name__} and {architecture} only.')
+    for name in model.state_dict().keys() ^ converted.state_dict().keys():
+        if '.attn.' not in name and not name.startswith('patch_embed.'):
+            raise ValueError(f'{name} is in one of {type(model).__name__} and {architecture} only.')
     return converted.requires_grad_(True).train(model.training)
-
-
-def _common_names(model: nn.Module) -> Set[str]:
-    """Return the names of the tensors that both phases have."""
-    return {name for name in model.state_dict() if '.attn.' not in name and not name.startswith('patch_embed.')}
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
@@ -115,11 +112,9 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
     if num_heads is None:
         num_heads = default.num_heads if options.head_dim is None else needed
         num_heads = num_heads if options.approximate else max(needed, num_heads)
-    sharpness = options.sharpness
-    if sharpness is None:
-        sharpness = exact_sharpness(mixer.grid_size[0] * mixer.grid_size[1], mixer.conv.weight.dtype)
     return options._replace(
-        num_heads=num_heads, head_dim=head_dim, sharpness=sharpness,
+        num_heads=num_heads, head_dim=head_dim,
+        sharpness=options.sharpness or exact_sharpness(math.prod(mixer.grid_size), mixer.conv.weight.dtype),
         approximate=options.approximate and needed > num_heads,
         peak=options.peak if any(head.is_soft for head in heads) else None)
 
@@ -210,8 +205,7 @@ class Verification:
 def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
     """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
-    Every layer gets the input of its convolution, so that its error is its own. Both models are in eval mode meanwhile,
-    the first with hooks: no other thread should use them.
+    Every layer gets the input of its convolution, so that its error is its own. Both models are in eval mode meanwhile.
 
     Args:
         model, converted: Models to compare, or wrappers of them.

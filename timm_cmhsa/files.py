@@ -92,7 +92,6 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     """
     with reading(path, 'a checkpoint'):
         config, path = _find(path)
-        version = _version(path)
         content, metadata = _load(path)
         if not isinstance(content, dict):
             raise CheckpointError(
@@ -100,8 +99,6 @@ def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
         content = as_dict(content)
         state_dict = _select_state_dict(content, path, use_ema)
         sha256 = _sha256(path)
-        if _version(path) != version:
-            raise CheckpointError(f'{path} changed while it was read: try again when nothing writes to it.')
     args = content.get('args')
     args = vars(args) if isinstance(args, argparse.Namespace) else args
     args = as_dict(args) if isinstance(args, dict) else {}
@@ -151,16 +148,15 @@ def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
     if path.suffix == '.safetensors':
         with reading(path, 'a safetensors file'), safetensors.safe_open(path, framework='pt') as file:
             return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    # timm's training checkpoints hold their arguments in a Namespace
     with reading(path, 'a checkpoint'):
-        torch.serialization.add_safe_globals([argparse.Namespace])  # and not undone, which other threads would see
+        torch.serialization.add_safe_globals([argparse.Namespace])  # of the arguments of timm's train.py
         is_zip = _check_pickles(path)
         # Not mapped, older torch reads beyond the end of a tensor that claims more than the file has of it.
         return torch.load(path, map_location='cpu', mmap=is_zip, weights_only=True), {}
 
 
 def _check_pickles(path: Path) -> bool:
-    """Refuse pickles that name what no checkpoint needs; return whether they are in a zip file, as since torch 1.6."""
+    """Refuse pickles that name what no checkpoint needs; return whether they are in a zip file (torch 1.6 or later)."""
     with path.open('rb') as file:
         is_zip = file.read(4) == b'PK\3\4'
         file.seek(0)
@@ -226,12 +222,6 @@ def _read_model(config: Dict[str, Any]) -> Tuple[Optional[str], Dict[str, Any], 
     if 'img_size' in model_args:
         model_args['img_size'] = to_2tuple(model_args['img_size'])
     return architecture, model_args, checked_cfg(pretrained_cfg)
-
-
-def _version(path: Path) -> Tuple[int, int, int]:
-    """Return what changes when something else is written to a file, or to its place."""
-    status = path.stat()
-    return status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _sha256(path: Path) -> str:

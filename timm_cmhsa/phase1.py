@@ -1,4 +1,4 @@
-"""The phase-1 model that tensors belong to: what they tell of it, and whether they are those of one."""
+"""Finds the phase-1 model that some tensors belong to, and checks that they are all there."""
 import math
 from typing import Any, Dict, Mapping, Optional, Tuple
 
@@ -21,14 +21,10 @@ def build_phase1(
         pretrained_cfg: Optional[Mapping[str, Any]] = None,
         **known: Any,
 ) -> CmhsaConv:
-    """Build the phase-1 model of these tensors, which it holds itself and not as copies.
+    """Build the phase-1 model of these tensors. It holds these themselves, and not copies.
 
-    The shapes of the tensors tell most of its arguments. Patches are square by default, and images have as many
-    channels as a token carries, at most 3; the size of the image has to be known.
-
-    Args:
-        architecture: Registered phase-1 model that it is one of.
-        **known: Some of `UNTOLD_ARGS`.
+    The shapes of the tensors tell most of its arguments; `known` are some of `UNTOLD_ARGS`, with the image size. By
+    default patches are square, and images have as many channels as a token carries, at most 3.
     """
     name, args = architecture or 'cmhsa_conv_k3', infer_model_args(state_dict, known)
     overlay = dict(pretrained_cfg or {})
@@ -46,7 +42,7 @@ def build_phase1(
 
 
 def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the arguments of a `CmhsaConv`, read from the shapes of its tensors, and from what is known."""
+    """Return the arguments of a `CmhsaConv`, from the shapes of its tensors and from what is known."""
     _check_phase1(state_dict)
     kernel, embed_dim = state_dict['blocks.0.attn.conv.weight'], len(state_dict['blocks.0.norm1.weight'])
     chans = kernel.shape[0]
@@ -70,7 +66,7 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
 
 
 def told_by_user(model_kwargs: Optional[Mapping[str, Any]], **options: Any) -> Dict[str, Any]:
-    """Return those arguments of the model that a user tells, by name or among others; None is not told."""
+    """Return the arguments of the model in `model_kwargs`, and in `options` where they are not None."""
     told = dict(model_kwargs or {})
     for key, value in options.items():
         if value is not None and to_2tuple(told.setdefault(key, value)) != to_2tuple(value):

@@ -1,16 +1,15 @@
-"""What a file or the Hub tells of a model: known names, types and ranges go through, and nothing else.
+"""Checks of what files tell of their models. Only known names, types and ranges go through.
 
-Files come from strangers. Some arguments of `timm.create_model` load other files, run code or write anywhere
-(`pretrained`, `pretrained_cfg`, `checkpoint_path`, `cache_dir`), and a number can exhaust the memory. So nothing that a
-file tells reaches timm but through `checked_args` and `checked_cfg`, and no model is made in memory before its shapes
-are known to be those of the tensors (`build_model`).
+Some arguments of `timm.create_model` load other files, run code or write anywhere (`pretrained`, `pretrained_cfg`,
+`checkpoint_path`, `cache_dir`), and a large number can exhaust the memory. So whatever reaches timm goes through
+`checked_args` and `checked_cfg` first, and `build_model` allocates no memory before it knows that the tensors fit.
 """
 import math
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, Mapping, NamedTuple
 
 import timm
 import torch
-from timm.layers import get_act_layer, get_norm_layer, to_2tuple
+from timm.layers import to_2tuple
 from torch import nn
 
 from .messages import shorten
@@ -21,7 +20,11 @@ MAX_VALUES = 2 ** 26  # of an image
 REAL = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool)
-TOKEN_NORMS = ('layernorm', 'layernormfp32', 'rmsnorm', 'rmsnormfp32', 'simplenorm', 'simplenormfp32')
+NORM_LAYERS = ('layernorm', 'layernormfp32', 'rmsnorm', 'rmsnormfp32', 'simplenorm', 'simplenormfp32')
+ACT_LAYERS = (
+    'silu', 'swish', 'mish', 'relu', 'relu6', 'leaky_relu', 'elu', 'prelu', 'celu', 'selu', 'gelu', 'gelu_tanh',
+    'quick_gelu', 'sigmoid', 'tanh', 'hard_sigmoid', 'hard_swish', 'hard_mish', 'hardsigmoid', 'hardswish',
+    'identity')
 
 
 class Rule(NamedTuple):
@@ -30,24 +33,19 @@ class Rule(NamedTuple):
     expected: str
 
 
-def _is_int(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-
-
 def _int(low: int, high: int) -> Rule:
-    return Rule(lambda value: _is_int(value, low, high), f'a whole number from {low} to {high}')
+    return Rule(lambda value: type(value) is int and low <= value <= high, f'a whole number from {low} to {high}')
 
 
 def _number(low: float, high: float) -> Rule:
     return Rule(
-        lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high,
-        f'a number from {low:g} to {high:g}')
+        lambda value: type(value) in (int, float) and low <= value <= high, f'a number from {low:g} to {high:g}')
 
 
 def _size(high: int, low: int = 1) -> Rule:
     def accepts(value: Any) -> bool:
         sides = value if isinstance(value, (tuple, list)) and len(value) == 2 else [value]
-        return all(_is_int(side, low, high) for side in sides)
+        return all(type(side) is int and low <= side <= high for side in sides)
     return Rule(accepts, f'one or two whole numbers from {low} to {high}')
 
 
@@ -60,17 +58,6 @@ def _list_of(rule: Rule, most: int) -> Rule:
 def _one_of(*choices: Any) -> Rule:
     return Rule(
         lambda value: isinstance(value, (str, bool)) and value in choices, f'one of {", ".join(map(repr, choices))}')
-
-
-def _known_to(find: Callable[[str], Any], what: str, *, among: Optional[Sequence[str]] = None) -> Rule:
-    def accepts(value: Any) -> bool:
-        try:
-            return (
-                isinstance(value, str) and value.isidentifier() and (among is None or value in among)
-                and find(value) is not None)
-        except KeyError:
-            return False
-    return Rule(accepts, f"the name of one of timm's {what} layers")
 
 
 def _is_text(value: Any) -> bool:
@@ -92,9 +79,7 @@ ARGS: Dict[str, Rule] = {
     'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, 10 ** 5),
     'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS), 'padding': _size(2 ** 12, low=0),
     'global_pool': _one_of('', 'avg', 'avgmax', 'max', 'map', 'prr'),
-    'fc_norm': _one_of(True, False), 'norm_layer': _known_to(
-        get_norm_layer, 'normalization', among=TOKEN_NORMS),
-    'act_layer': _known_to(get_act_layer, 'activation'),
+    'fc_norm': _one_of(True, False), 'norm_layer': _one_of(*NORM_LAYERS), 'act_layer': _one_of(*ACT_LAYERS),
     'drop_rate': _RATE, 'proj_drop_rate': _RATE, 'attn_drop_rate': _RATE, 'drop_path_rate': _RATE,
 }
 CFG: Dict[str, Rule] = {
@@ -117,11 +102,7 @@ def _checked(told: Mapping[str, Any], rules: Mapping[str, Rule]) -> Dict[str, An
 
 
 def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return the arguments that models of this package have; leave out all others.
-
-    Raises:
-        ValueError: If one has a type or value that no model can have.
-    """
+    """Return the arguments of models of this package, without all others; raise ValueError for a bad value."""
     args = _checked(told, ARGS)
     size = to_2tuple(args.get('img_size', 1))
     sides = zip(size, to_2tuple(args.get('patch_size', 1)))
@@ -133,20 +114,15 @@ def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def checked_cfg(told: Mapping[str, Any]) -> Dict[str, Any]:
-    """Return preprocessing, classes and license; leave out all else.
-
-    Raises:
-        ValueError: If something has a type or value that it cannot have.
-    """
+    """Return preprocessing, classes and license, without all else; raise ValueError for a bad value."""
     return _checked(told, CFG)
 
 
 def checked_tensors(told: Mapping[Any, Any], most_bytes: int) -> Dict[str, torch.Tensor]:
-    """Return copies in memory of all tensors.
+    """Return copies of all tensors of a file in memory.
 
     Raises:
-        ValueError: If something else is among them, one is not dense, real and on the CPU, or all together are larger
-            than the file, of `most_bytes`, that they come from.
+        ValueError: If one is not a dense, real tensor on the CPU, or all together take more than `most_bytes`.
     """
     for name, tensor in told.items():
         if type(name) is not str or not isinstance(tensor, torch.Tensor):
@@ -169,16 +145,10 @@ def build_model(
         pretrained_cfg: Mapping[str, Any],
         state_dict: Mapping[str, torch.Tensor],
 ) -> nn.Module:
-    """Build a model that holds these tensors themselves. Nothing is allocated but what the tensors fill.
-
-    Args:
-        name: Registered name.
-        args: Arguments of the model: what `checked_args` returned, and what the user asked for.
-        pretrained_cfg: What `checked_cfg` returned.
-        state_dict: All tensors of the model.
+    """Build a registered model from checked arguments. It holds these tensors themselves, and not as copies.
 
     Raises:
-        RuntimeError: If the tensors are not those of this model.
+        RuntimeError: If the tensors are not those of this model. No memory was allocated for it.
     """
     model = timm.create_model(name, **args, pretrained_cfg_overlay=dict(pretrained_cfg), device=torch.device('meta'))
     model.load_state_dict(state_dict, assign=True)
@@ -194,11 +164,7 @@ def as_dict(told: Dict[Any, Any]) -> Dict[Any, Any]:
 
 
 def dict_in(told: Mapping[str, Any], name: str) -> Dict[str, Any]:
-    """Return a copy of the dictionary of this name, empty where there is none.
-
-    Raises:
-        ValueError: If it is something else.
-    """
+    """Return a copy of the dictionary of this name, empty where there is none; raise ValueError for anything else."""
     value = told.get(name)
     if value is not None and type(value) is not dict:
         raise ValueError(f'{name} is {shorten(value)}, where a dictionary was expected')
