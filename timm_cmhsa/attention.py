@@ -63,7 +63,7 @@ class RelPosAttention(OnGrid, Attention):
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
             rel_pos: Relative position encoding, see `create_rel_pos`.
-            padding: Patches around the grid that the zero key of a 'padded_table' stands for.
+            padding: Patches of padding that the zero key of a 'padded_table' stands for.
 
         Raises:
             ValueError: If there is no head, a head has no width, or there is no such encoding.

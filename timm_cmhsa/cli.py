@@ -163,7 +163,7 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
         args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos, args.peak)
     told = told_by_user(args.model_kwargs, img_size=args.img_size, patch_size=args.patch_size, in_chans=args.in_chans)
     check_options(args.model, heads, args.dtype, args.images, args.tolerance)
-    path, folder = locate(args.src, dst, force=True)  # what is there may be just that
+    path, folder = locate(args.src, dst, force=True)  # An existing folder is compared below.
     phase1 = load_phase1(path, args.src, args.model, told, num_classes, args.use_ema, args.dtype)
     converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
     about['details'] = report.details
@@ -239,21 +239,21 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
     add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
-        help=f'more of what it does not tell, such as global_pool=max act_layer=relu: {", ".join(UNTOLD_ARGS[3:])} '
-             '(what is assumed instead is reported)')
+        help=f'more arguments of the model, likewise, such as global_pool=max act_layer=relu: '
+             f'{", ".join(UNTOLD_ARGS[3:])} (defaults that are assumed are reported)')
     add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
     add('--head-dim', metavar='N', type=int, help="width of a head (default: the model's, mostly that of a token)")
     add('--sharpness', metavar='M', type=float, help='bias of the wanted offset (default: exact to rounding)')
     add('--peak', metavar='P', type=float,
-        help='weight between 0 and 1 that a head gives to its own offset: as exact, and heads can learn where to look '
-             '(default: all of it, which is faster and never moves)')
+        help='weight between 0 and 1 that a head gives to its own offset: still exact, and heads can learn where to '
+             'look (default: the whole weight, which is faster, but such heads never learn to look elsewhere)')
     add('--approximate', action='store_true',
         help='where the heads are too few, convert with the least error of heads that look at one offset each')
     add('--rel-pos', choices=POINTABLE, default='table', help='relative position encoding (default: %(default)s)')
     add('--num-classes', metavar='N', type=int, help='refuse a checkpoint with another number of classes')
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES,
-        help="type of the written tensors (default: the source's); the error of rounding to it is told apart")
+        help="type of the written tensors (default: the source's); the error of rounding to it is reported separately")
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
     add('--tolerance', metavar='E', type=float,
         help=f'largest accepted error, relative to the largest value (default: {TOLERANCE}; where approximate, any)')

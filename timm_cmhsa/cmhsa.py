@@ -138,7 +138,7 @@ class Cmhsa(VisionTransformer):
             raise
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
-        return x  # There is none to add, and timm's way to do so fails for a batch of no images.
+        return x  # There is none to add, and timm's method fails for an empty batch.
 
 
 def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
@@ -193,7 +193,7 @@ class CmhsaAttn(Cmhsa):
             qkv_bias: Give queries, keys and values a bias.
             rel_pos: Relative position encoding: 'table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned' or
                 'learned_content'.
-            padding: Patches around the grid that the zero key of a 'padded_table' stands for; by default one.
+            padding: Patches of padding that the zero key of a 'padded_table' stands for; by default one on every side.
             **kwargs: See `Cmhsa`.
         """
         super().__init__(**kwargs)
@@ -355,13 +355,13 @@ def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 @register_model
 def cmhsa_attn_soft(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 10 heads of 768: as many as soft ones need, which can learn to look. """
+    """ CMHSA, self-attention phase, with 10 heads of 768, enough for soft heads of 3 x 3 convolutions. """
     return create_cmhsa(CmhsaAttn, 'cmhsa_attn_soft', pretrained, kwargs, num_heads=10, rel_pos='padded_table')
 
 
 @register_model
 def cmhsa_attn_soft_20x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 20 thin heads of 96: as many as soft heads of 5 x 5 convolutions need. """
+    """ CMHSA, self-attention phase, with 20 thin heads of 96, enough for soft heads of 5 x 5 convolutions. """
     return create_cmhsa(
         CmhsaAttn, 'cmhsa_attn_soft_20x96', pretrained, kwargs, num_heads=20, head_dim=96, rel_pos='padded_table')
 
@@ -393,7 +393,7 @@ def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> Cmhsa
 
 @register_model
 def cmhsa_attn_soft_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 10 heads of 192, soft ones. """
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 10 soft heads of 192. """
     return create_cmhsa(
         CmhsaAttn, 'cmhsa_attn_soft_patch4_32', pretrained, kwargs, num_heads=10, rel_pos='padded_table', **_PATCH4_32)
 

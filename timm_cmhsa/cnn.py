@@ -2,7 +2,6 @@
 import contextlib
 import logging
 import math
-import textwrap
 from collections import Counter
 from fnmatch import fnmatchcase
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
@@ -161,15 +160,13 @@ def attend_convs(
         input_size: Shape of the model's input, (C, H, W), or (C, L) for sequences; by default the model's own.
         patch_size: Side of the patch of a feature map that is a token; rounded up to a multiple of the stride.
         rel_pos: Relative position encoding, see `conv2d_to_attention`.
-        peak: Weight that a head gives to its own offset, for attention that can learn where to look when the model is
-            fine-tuned, see `conv2d_to_attention`; by default all of it.
+        peak: Weight that a head gives to its own offset, see `conv2d_to_attention`; by default all of it.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If there is nothing to replace, or the model does not run with such an input; the model is left as
-            it was.
+        ValueError: If there is nothing to replace, or the model does not run with such an input. It is left as it was.
     """
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
@@ -262,8 +259,7 @@ def _shapes(model: nn.Module, convs: Dict[str, nn.Module], input_size: Tuple[int
         try:
             model(torch.zeros(1, *input_size, device=like.device, dtype=like.dtype))
         except Exception as e:  # any error means that the model does not run with this input
-            reason = textwrap.shorten(one_line(e), 300, placeholder='...')
-            raise ValueError(f'{type(model).__name__} does not run with {input_size=}: {reason}.') from e
+            raise ValueError(f'{type(model).__name__} does not run with {input_size=}: {one_line(e)}.') from e
     return shapes
 
 

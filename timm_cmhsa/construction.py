@@ -4,9 +4,9 @@ Every patch that a convolution reads from lies at one of a few offsets from the 
 to the patch at its offset and nowhere else, its values pick the pixels that matter there, and the output projection
 applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
 
-With a peak, heads also look at everything else, by the same weights at every query. What that adds is uniform: further
-heads, which look at everything alike, take it away again. The rewrite is as exact, and its softmaxes can learn (see
-docs/theory.md).
+With a peak, heads look at everything else as well. What that adds is a share of the mean over all patches, the same at
+every query, which further heads subtract. The rewrite is still exact, and its softmaxes have gradients to learn from
+(see docs/theory.md).
 """
 import itertools
 import math
@@ -104,17 +104,16 @@ def conv2d_to_attention(
         num_heads: Number of heads, N_H; by default as many as needed.
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Several thinner heads share an
             offset.
-        sharpness: Bias M of the wanted offset, against M / 2 of the zero key and 0 of all others; by default
-            `exact_sharpness`. A lower one costs exactness; see `peak`. It is alpha of the quadratic encodings, whose
-            biases are 0, -M / 2, and -M times the squared distance.
+        sharpness: Bias M of the wanted offset, where the zero key has M / 2 and all others 0; by default
+            `exact_sharpness`. A lower one is less exact. It is alpha of the quadratic encodings, whose biases are
+            0, -M / 2, and -M times the squared distance.
         approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
             whose heads attend to one offset each (see `best_factors`) instead of raising an error.
         rel_pos: Relative position encoding: 'table' (Theorem 1), 'padded_table', 'quadratic' (Lemma 2 of
             arXiv 1911.03584) or 'quadratic_gen' (its Appendix E).
-        peak: Weight that a head gives to its own offset where that is inside the image, between that of the mean and 1.
-            Heads can then learn where to look, which one-hot ones cannot, and the rewrite is as exact. It takes one
-            more wide head, or a few thin ones, and a 'padded_table'; heads of offset (0, 0) stay one-hot where that
-            saves some. By default all heads are one-hot.
+        peak: Weight below 1 that a head gives to its own offset. Heads can then learn where to look, which one-hot ones
+            cannot, and the rewrite is still exact. It takes one more wide head, or a few thin ones, and uses a
+            'padded_table'. Heads of offset (0, 0) stay one-hot where that saves heads. By default all heads are.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -142,10 +141,7 @@ def rewrite(
         options: HeadOptions,
         generator: torch.Generator,
 ) -> RelPosAttention:
-    """Do what `conv2d_to_attention` does, for padding that need not keep the image size.
-
-    Output patches then go on beyond, or end before, the output of the convolution.
-    """
+    """Do what `conv2d_to_attention` does, for any padding: the patches of the output may cover more or less of it."""
     options.check()
     heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.rel_pos, options.peak)
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
@@ -181,7 +177,7 @@ def rewrite(
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
-    leak = 0.  # of soft heads: what they add of the mean for what they add of their offset
+    leak = 0.  # of soft heads: the share of the mean in what they add, relative to that of their offset
     for i, (head, inputs, outputs) in enumerate(factors):
         row, col = head.offset or (0, 0)
         rows, cols = [row], [col]
@@ -248,7 +244,7 @@ def plan_heads(
 
 
 def _soften(heads: List[Head], head_dim: int) -> List[Head]:
-    """Make heads soft, and add those that carry the mean. The heads of offset (0, 0) are soft if that takes no more."""
+    """Make heads soft, and add heads for the mean. Heads of offset (0, 0) become soft if that adds no further head."""
     sides = [head for head in heads if head.offset != (0, 0)]
     if not sides:
         return heads
@@ -260,7 +256,7 @@ def _soften(heads: List[Head], head_dim: int) -> List[Head]:
 
 
 def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[str, Any]:
-    """Return the encoding of the layer, and the padding that its heads can reach, as arguments."""
+    """Return the encoding of the layer, and the padding that its heads reach, as arguments of the layer."""
     if options.peak is None and options.rel_pos != PaddedRelPosTable.name:
         return {'rel_pos': options.rel_pos}
     offsets = [(0, 0)]

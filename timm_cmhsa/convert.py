@@ -92,7 +92,7 @@ def convert_model(
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
-    """Return the options with all that was left open, from the architecture, and without those that change nothing."""
+    """Fill in the options that were left open, from the architecture: number, width and sharpness of the heads."""
     options.check()
     check_architecture(architecture)
     target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
@@ -127,10 +127,7 @@ def check_architecture(name: str) -> None:
 
 
 def matching_architecture(model: CmhsaConv, peak: Optional[float] = None) -> str:
-    """Return the registered phase-2 model with tokens of this shape and heads as wide as they, or else `cmhsa_attn`.
-
-    With a peak, it is one with a padded table.
-    """
+    """Return the registered phase-2 model with tokens of this shape and heads as wide, or else `cmhsa_attn(_soft)`."""
     encoding = 'table' if peak is None else 'padded_table'
     for name in timm.list_models('cmhsa_attn*'):
         target = timm.create_model(name, depth=1, device=torch.device('meta'))
@@ -163,8 +160,8 @@ def convert_state_dict(
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
-    Arguments are those of `convert_checkpoint`, for what tensors do not tell, and of `convert_model` to `cmhsa_attn`.
-    Layers and pooling that the tensors of neither phase tell are for `timm.create_model` to know.
+    See `convert_checkpoint` for what tensors do not tell, and `convert_model` for the others. The result is for a
+    `cmhsa_attn` with the same layers and pooling.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, or the image size is not known.

@@ -119,7 +119,7 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
     lock = None
     try:
         temporary.mkdir()
-        lock = _lock(temporary, wait=True)
+        lock = _lock(temporary)
         (temporary / 'new').mkdir()
         yield temporary / 'new'
     finally:
@@ -137,18 +137,18 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 def remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders of runs that were killed, but not those of runs that are alive."""
     for temporary in parent.glob(PREFIX + 16 * '[0-9a-f]'):
-        lock = None if temporary.is_symlink() or not temporary.is_dir() else _lock(temporary, wait=False)
+        lock = None if temporary.is_symlink() or not temporary.is_dir() else _lock(temporary)
         if lock is not None:
             _remove(temporary)
             os.close(lock)
 
 
-def _lock(folder: Path, wait: bool) -> Optional[int]:
+def _lock(folder: Path) -> Optional[int]:
     """Lock a folder until this process ends; return None where others have it or the filesystem has no locks."""
     lock = None
     try:
         lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         if lock is not None:
             os.close(lock)

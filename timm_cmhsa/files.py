@@ -1,7 +1,4 @@
-"""Checkpoint files, read without running their code.
-
-Files come from strangers. What parses one does so within `reading`, since what parsers raise has no common base.
-"""
+"""Checkpoint files, read without running their code. Parsers raise anything: all are called within `reading`."""
 import argparse
 import contextlib
 import hashlib
@@ -23,9 +20,8 @@ from .messages import one_line, shorten
 from .untrusted import CFG, TEXT, as_dict, checked_args, checked_cfg, checked_tensors, dict_in, plain_items
 
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', 'pytorch_model.pth', 'model.pth')
-MAX_TEXT = 2 ** 24  # bytes of a config.json or the like: as objects, JSON takes up to 30 times as much
-# What the pickles of checkpoints name. torch.load(weights_only=True) executes no other code either, but some that it
-# allows takes any amount of memory or time, as bytearray does.
+MAX_TEXT = 2 ** 24  # bytes of a config.json or the like; parsed, JSON takes up to 30 times as much
+# What pickles may name. torch.load(weights_only=True) allows more, such as bytearray, which can fill the memory.
 PICKLED_NAMES = re.compile(
     r'collections (OrderedDict|Counter)|(builtins|__builtin__) set|argparse Namespace|torch (Size|device)|'
     r'torch (bool|u?int\d+|b?float\d+|(Double|Float|Half|BFloat16|Long|Int|Short|Char|Byte|Bool)Storage)|'
@@ -48,10 +44,10 @@ class Checkpoint(NamedTuple):
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Turn whatever is raised by parsing a file, which should be `what`, into a `CheckpointError`."""
+    """Turn whatever is raised while a file is parsed into a `CheckpointError`, which says that it should be `what`."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter('ignore')  # The error is one line.
+            warnings.simplefilter('ignore')
             yield
     except CheckpointError:
         raise
@@ -62,7 +58,7 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 
 def read_text(path: Path) -> bytes:
-    """Return what a short file holds. A pipe or device, which might never end, is refused."""
+    """Return the content of a short file. Refuse pipes and devices, which might never end."""
     with reading(path, 'a file'):
         if not path.is_file():
             raise CheckpointError(f'{path} does not exist or is not a file.')
@@ -74,7 +70,7 @@ def read_text(path: Path) -> bytes:
 
 
 def read_json(path: Path, what: str) -> Dict[str, Any]:
-    """Return what a file of JSON tells, which should be `what`."""
+    """Return the dictionary in a JSON file, which should be `what`."""
     content = read_text(path)
     with reading(path, what):
         told = json.loads(content)
@@ -86,19 +82,20 @@ def read_json(path: Path, what: str) -> Dict[str, Any]:
 def read_checkpoint(path: Path, use_ema: bool = False) -> Checkpoint:
     """Read tensors, and what the file tells of their model. Prefixes of wrappers are stripped.
 
-    A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's `local-dir:` layout.
-    Pickles are loaded with `weights_only=True`, which executes no code. The tensors are copies in memory, and no larger
-    than the file.
+    The path is that of a checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a folder in timm's
+    `local-dir:` layout. The tensors are copies in memory, and no larger than the file.
     """
     with reading(path, 'a checkpoint'):
         config, path = _find(path)
+        sha256 = _sha256(path)
         content, metadata = _load(path)
         if not isinstance(content, dict):
             raise CheckpointError(
                 f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
         content = as_dict(content)
         state_dict = _select_state_dict(content, path, use_ema)
-        sha256 = _sha256(path)
+        if _sha256(path) != sha256:
+            raise CheckpointError(f'{path} changed while it was read: try again when nothing writes to it.')
     args = content.get('args')
     args = vars(args) if isinstance(args, argparse.Namespace) else args
     args = as_dict(args) if isinstance(args, dict) else {}
@@ -151,7 +148,7 @@ def _load(path: Path) -> Tuple[Any, Dict[str, str]]:
     with reading(path, 'a checkpoint'):
         torch.serialization.add_safe_globals([argparse.Namespace])  # of the arguments of timm's train.py
         is_zip = _check_pickles(path)
-        # Not mapped, older torch reads beyond the end of a tensor that claims more than the file has of it.
+        # Without mmap, older torch reads beyond the end of a tensor that claims to be larger than it is.
         return torch.load(path, map_location='cpu', mmap=is_zip, weights_only=True), {}
 
 

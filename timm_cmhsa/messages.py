@@ -1,4 +1,4 @@
-"""What comes from files and from other packages, as it may be printed: escaped, in one line, and short."""
+"""Makes text from files and other packages fit to print: escaped, in one line, and short."""
 import reprlib
 from typing import Any, Iterable
 
@@ -7,20 +7,20 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = 100
 
 
 def shorten(value: Any) -> str:
-    """Return a value as it may be printed."""
+    """Return the repr of a value, shortened and escaped."""
     text = printable(_repr.repr(value))
     return text if len(text) <= 200 else f'{text[:200]}...'
 
 
 def shorten_names(names: Iterable[str]) -> str:
-    """Return the first of some names as they may be printed."""
+    """Return the first five names in one line, shortened and escaped."""
     names = sorted(names)
     shown = ', '.join(shorten(name)[1:-1] for name in names[:5])
     return shown if len(names) <= 5 else f'{shown} and {len(names) - 5} more'
 
 
 def printable(text: str) -> str:
-    """Return a text with all that moves a cursor, breaks a line or has no encoding escaped."""
+    """Escape whatever moves the cursor, breaks the line or cannot be encoded."""
     return ''.join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 

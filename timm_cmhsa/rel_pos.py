@@ -68,7 +68,7 @@ class RelPos(nn.Module):
 class OffsetRelPos(RelPos):
     """Base of the encodings that give every offset a bias, whatever the queries are.
 
-    With padding, the grid is (h + 2 pad_h, w + 2 pad_w), and queries are the patches in its middle.
+    Padding adds patches around the grid: (h + 2 pad_h, w + 2 pad_w) in all. Queries are those inside.
     """
     offsets: torch.Tensor  # every offset, key minus query, from (h + pad_h - 1, w + pad_w - 1) down to the opposite
     position: torch.Tensor  # of every patch; position[query] - position[key] numbers the offset between them
@@ -106,10 +106,7 @@ class OffsetRelPos(RelPos):
         super().set_grid_size(grid_size)
 
     def offset_bias(self) -> torch.Tensor:
-        """Return the bias of every offset, in the order of `offsets`: shape (offsets, num_heads).
-
-        Without padding there are (2h - 1) * (2w - 1) offsets.
-        """
+        """Return the bias of every offset, in the order of `offsets`: shape (offsets, num_heads)."""
         raise NotImplementedError
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
@@ -151,7 +148,7 @@ class RelPosTable(OffsetRelPos):
     """
     name = 'table'
     __constants__ = ('bias_scale',)
-    bias_scale = 1.  # biases by entries of the table
+    bias_scale = 1.  # what entries of the table are multiplied by
 
     def __init__(
             self,
@@ -199,15 +196,12 @@ class RelPosTable(OffsetRelPos):
 class PaddedRelPosTable(RelPosTable):
     """A table of biases in which the zero key stands for a ring of zero padding around the grid.
 
-    Every query then sees as many keys, those of the padding included. A head with bias M at one offset and 0 at all
-    others puts the same weights on its offset and on everything at every query, at the borders as well. That makes the
-    rewrite of a convolution exact at any M (see docs/theory.md).
-
-    The bias of the zero key at a query is the logarithm of the sum of exp(bias) over the ring, plus a learned number.
+    Every query then sees the same number of keys, so a head with bias M at one offset and 0 at all others gives its
+    offset the same weight everywhere, at the borders too. That makes the rewrite of a convolution exact at any M (see
+    docs/theory.md). The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number.
     """
     name = 'padded_table'
-    # Biases have to move by units where weights move by hundredths, and the steps of Adam are alike for both.
-    bias_scale = 10.
+    bias_scale = 10.  # Biases have to change much more than weights, and Adam's steps are the same for both.
 
     def __init__(
             self,
@@ -223,13 +217,10 @@ class PaddedRelPosTable(RelPosTable):
         super().__init__(grid_size, num_heads, head_dim, padding=to_2tuple(padding), **dd)
 
     def resize_table(self, table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
-        """Return the table of another grid, where a head gives its offsets the same weight.
-
-        The excess of exp(bias) over 1, that of all other keys, grows with their number.
-        """
+        """Return the table of another grid, in which a head gives its offsets the same weight as before."""
         growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
         bias = table.double() * self.bias_scale
-        # log(1 + growth * (exp(bias) - 1)), where exp does not overflow
+        # log(1 + growth * (exp(bias) - 1)), without overflow
         grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
         table = torch.where(bias > 0, grown / self.bias_scale, table.double()).to(table.dtype)
         return super().resize_table(table, grid_size, new_grid_size)
@@ -250,7 +241,6 @@ class PaddedRelPosTable(RelPosTable):
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
-        """See `OffsetRelPos.point_head`. The ring has the biases of its offsets."""
         super().point_head(head, offsets, sharpness)
         assert self.zero_key_bias is not None
         self.zero_key_bias[head] = 0
@@ -442,7 +432,7 @@ def create_rel_pos(
         num_heads: Number of heads.
         head_dim: Width of a head, and of the embeddings of the learned encodings.
         zero_key: Have a zero key.
-        padding: Patches around the grid that the zero key of a 'padded_table' stands for; by default one.
+        padding: Patches of padding that the zero key of a 'padded_table' stands for; by default one on every side.
         **dd: Device and dtype.
 
     Raises:

@@ -75,7 +75,7 @@ def model_card(
 
 
 def _as_text(value: Any) -> Any:
-    """Return names and values, nested or not, as Markdown that shows them as they are, in one line each."""
+    """Escape names and values, nested or not, for Markdown, each in one line."""
     if isinstance(value, Mapping):
         return {_as_text(key): _as_text(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -18,7 +18,7 @@ REASONS = {
 }
 
 
-_CREDENTIALS = re.compile(r'(?<=:/)(/?)[^/\s]+@')  # also of an address that was taken for a path, https:/me:secret@host
+_CREDENTIALS = re.compile(r'(?<=:/)(/?)[^/\s]+@')  # also in https:/me:secret@host, an address as Path writes it
 
 
 class HubError(RuntimeError):
