@@ -367,11 +367,9 @@ def test_what_is_printed_of_a_file_is_short_and_in_one_line(value, expected):
 
 
 def test_names_of_classes_and_results_are_shortened(tmp_path):
-    names = [str(i) for i in range(2 * 10 ** 5)]
-    for bad in ([*names, *2 * ['y' * 10 ** 5]], ['y\1' * 10 ** 5]):  # to count every name would take minutes
-        with pytest.raises(CheckpointError) as error:
-            check_label_names(bad, len(bad))
-        assert len(str(error.value)) < 300
+    with pytest.raises(CheckpointError) as error:
+        check_label_names(['y\1' * 10 ** 5], 1)
+    assert len(str(error.value)) < 300
     (tmp_path / 'a').write_text(json.dumps({'top1': ['x' * 10 ** 5]}))
     with pytest.raises(CheckpointError) as error:
         read_results(tmp_path / 'a')

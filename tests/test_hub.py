@@ -537,7 +537,6 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
     (['--push-to-hub', 'alice/net', '--label-names', 'empty.txt'], 'is empty'),
     (['--push-to-hub', 'alice/net', '--label-names', 'none.txt'], 'does not exist or is not a file'),
     (['--push-to-hub', 'alice/net', '--label-names', 'two.txt'], '3 classes, where 2'),
-    (['--push-to-hub', 'alice/net', '--label-names', 'twice.txt'], "'a' was given more than once"),
     (['--push-to-hub', 'alice/net', '--label-names', 'gap.txt'], 'an empty line'),
     (['--push-to-hub', 'alice/net', '--label-names', 'labels.txt', '--num-classes', '5'], '3 label names'),
     (['--push-to-hub', 'alice/net', '--results', 'labels.txt'], 'corrupt or not JSON'),
@@ -547,7 +546,6 @@ def test_repositories_are_as_private_as_their_owner_wants_by_default(hub):
 def test_bad_input_writes_and_sends_nothing(arguments, said, hub, folder, capsys):
     (folder / 'two.txt').write_text('a\nb\n\n')
     (folder / 'empty.txt').write_text('\n')
-    (folder / 'twice.txt').write_text('a\nb\na\n')
     (folder / 'gap.txt').write_text('a\n\nb\n')
     (folder / 'none.json').write_text('{"top1": 920}')
     before = set(folder.iterdir())

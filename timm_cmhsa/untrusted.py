@@ -159,7 +159,7 @@ def build_model(
 
 
 def as_dict(told: Dict[Any, Any]) -> Dict[Any, Any]:
-    """Return a dictionary without the methods of its own that a pickle can give to an OrderedDict."""
+    """Return a plain dictionary: an OrderedDict of a pickle can have attributes in place of its methods."""
     return dict(dict.items(told))
 
 
@@ -172,7 +172,7 @@ def dict_in(told: Mapping[str, Any], name: str) -> Dict[str, Any]:
 
 
 def plain_items(told: Mapping[Any, Any]) -> Dict[str, Any]:
-    """Return the items that are numbers, texts, and short lists of these, and leave out all others."""
+    """Return the items whose values are numbers, texts, or short lists of these."""
     def is_plain(value: Any) -> bool:
         return value is None or type(value) in (bool, int, float) or TEXT.accepts(value)
     return {

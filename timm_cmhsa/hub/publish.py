@@ -3,7 +3,6 @@ import json
 import logging
 import tempfile
 import unicodedata
-from collections import Counter
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
@@ -168,9 +167,6 @@ def check_label_names(label_names: Sequence[str], num_classes: int) -> List[str]
     names = check_names('label_names', label_names)
     if len(names) != num_classes:
         raise CheckpointError(f'{len(names)} label names were given for {num_classes} classes.')
-    if len(set(names)) < len(names):
-        twice = Counter(names).most_common(1)[0][0]
-        raise CheckpointError(f'the label name {shorten(twice)} was given more than once.')
     return names
 
 
