@@ -120,6 +120,7 @@ def test_gpu_in_its_quick_form(tmp_path):
     assert len(list(tmp_path.iterdir())) == 5
 
 
+@pytest.mark.slow
 def test_gpu_goes_on_after_a_part_that_takes_too_long(tmp_path):
     result = run_gpu(tmp_path, '--quick', '--minutes', '0')
     assert result.returncode == 1

@@ -473,7 +473,7 @@ def bad_inputs(folder, state_dict):
         'corrupt metadata': (metadata('{'), 'malformed model configuration'),
         'malformed model_args': (configured({'model_args': 5}), 'malformed model configuration'),
         'malformed image size': (configured({'model_args': {'img_size': 'abc'}}), 'malformed model configuration'),
-        'unknown layer': (configured({'model_args': {'norm_layer': 'nope'}}), "norm_layer is 'nope', where the name"),
+        'unknown layer': (configured({'model_args': {'norm_layer': 'nope'}}), "norm_layer is 'nope', where one of"),
         'NaN': (save({**state_dict, 'blocks.1.norm1.weight': nan}, 'nan.pth'), 'blocks.1.norm1.weight holds NaN'),
     }
 

@@ -364,6 +364,7 @@ def test_pictures_replace_nothing_but_files(pixel_model, tmp_path):
     assert set(os.listdir(tmp_path)) == {'attention.png', 'statistics.png'}
 
 
+@pytest.mark.slow
 def test_files_are_as_readable_as_the_user_makes_files(src, tmp_path):
     def main():
         os.umask(0o027)
@@ -424,6 +425,7 @@ def test_the_command_stopped_between_the_two_steps_of_replacing_a_folder(src, tm
     assert content(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('signum', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
 def test_pictures_are_whole_or_not_there(signum, pixel_model, tmp_path):
     arguments = [str(pixel_model), '--output', str(tmp_path)]
@@ -491,6 +493,7 @@ def test_the_installed_command_succeeds_without_a_terminal(src, tmp_path):
     assert (tmp_path / 'out').exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize('encoding', ['ascii', 'utf-8'])
 def test_any_name_can_be_said(encoding, src, pixel_model, tmp_path):
     folder = tmp_path / os.fsdecode(b'caf\xc3\xa9 \xff\n\x1b[31m')

@@ -429,6 +429,7 @@ def test_no_network(hub, folder):
     assert_kept(hub, done.stderr.rstrip())
 
 
+@pytest.mark.slow
 def test_offline(hub, folder):
     done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_HUB_OFFLINE='1')
     assert done.returncode == 3
@@ -679,6 +680,7 @@ def test_the_name_of_a_file_stays_a_name(hub, folder):
     assert r'Checkpoint: \<b\>a\|\`b\`\](c).pth' in hub.files('alice/net')['README.md'].decode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(('name', 'env'), [
     ('phase1.pth', dict(PYTHONUTF8='0', PYTHONCOERCECLOCALE='0', LC_ALL='C')),  # where torch opens no other names
     pytest.param('模型é.pth', dict(PYTHONIOENCODING='ascii'), marks=pytest.mark.slow)])
@@ -694,6 +696,7 @@ def test_names_in_any_locale(name, env, hub, folder):
     assert load('local-dir:ausgäbe→').num_classes == 3
 
 
+@pytest.mark.slow
 def test_a_token_file_that_is_no_text(hub, folder):
     (folder / 'token').write_bytes(b'\xff\xfe\x00token')
     done = command('phase1.pth', '--push-to-hub', 'alice/net', HF_TOKEN='', HF_TOKEN_PATH='token')

@@ -229,6 +229,7 @@ def test_what_is_no_image_is_left_out_by_name_and_no_other_takes_its_place(folde
     assert not any('\n' in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.slow
 def test_the_command_draws_them_under_their_names(folder, odd_images, tmp_path):
     (odd_images / '1.png').unlink()
     model = (folder / 'local').rename(tmp_path / '$\\frac{$ \n')

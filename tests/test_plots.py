@@ -318,7 +318,8 @@ def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize('dtype', [
+    torch.float16, *(pytest.param(dtype, marks=pytest.mark.slow) for dtype in (torch.bfloat16, torch.float64))])
 def test_models_of_other_types_are_drawn(dtype, model, tmp_path):
     names = {path.name for path in plot_attention(copy.deepcopy(model).to(dtype), tmp_path, html=True)}
     assert names == {'attention.png', 'centers.png', 'statistics.png', 'attention.html'}

@@ -113,6 +113,7 @@ def test_whatever_is_told_is_checked_or_refused(told):
         assert all(rules[name].accepts(value) for name, value in checked.items())
 
 
+@pytest.mark.slow
 def test_a_model_is_allocated_only_if_the_tensors_are_its():
     tensors = timm.create_model('cmhsa_attn', **SMALL).state_dict()
     args = dict(SMALL, depth=500, num_heads=10_000, head_dim=10 ** 5)  # 100 TB
