@@ -682,7 +682,7 @@ def test_values_that_the_type_does_not_hold(conv_model, tmp_path, capsys):
         assert f'{name} has values that do not fit into torch.float16' in capsys.readouterr().err
     torch.save({**state_dict, name: torch.zeros_like(state_dict[name])}, tmp_path / 'a.pth')
     assert main([str(tmp_path / 'a.pth'), str(tmp_path / 'out'), '--dtype', 'float16']) == 0
-    assert 'rounding changed the source by' in capsys.readouterr().out
+    assert 'rounding to its type adds an error of' in capsys.readouterr().out
 
 
 def test_tensors_that_are_not_contiguous(conv_model, tmp_path):
@@ -712,7 +712,7 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
         'assumed, as tensors alone do not tell: patch_size=(4, 4), in_chans=3, norm_layer=layernorm, act_layer=gelu, '
         'global_pool=avg')
     assert lines[7] == (
-        'The errors are those against a model of the same assumptions: if it was another, give model_kwargs.')
+        'The errors are those against a model of the same assumptions: where it was another, tell what it had.')
     assert lines[8] == f'written to {tmp_path / "out"}'
 
 

@@ -13,6 +13,8 @@ from .version import __version__
 CONSTRUCTION = 'Theorem 1 of arXiv 2111.01353, with a zero key'
 APPROXIMATION = f'approximate; {CONSTRUCTION}, and the singular vectors that the heads have room for'
 
+TRAIN_OPTIONS = ('img_size', 'in_chans', 'num_classes', 'global_pool')  # of train.py itself
+
 
 @dataclass
 class ConversionReport(Verification):
@@ -35,9 +37,18 @@ class ConversionReport(Verification):
         return APPROXIMATION if self.approximate else CONSTRUCTION
 
     @property
-    def attention_start(self) -> str:
-        peak = '' if self.peak is None else f', peak {self.peak:g}'
-        return f'{self.sharpness:.3g}{peak}'
+    def start(self) -> str:
+        """How much of its weight a head gives to its own offset."""
+        sharpness = f'sharpness {self.sharpness:.3g}'
+        return sharpness if self.peak is None else f'peak {self.peak:g} ({sharpness} where one-hot)'
+
+    @property
+    def model_kwargs(self) -> str:
+        """What timm's `train.py` has to be told of the model, besides what it has options for."""
+        default = timm.create_model(self.architecture, device=torch.device('meta')).model_args()
+        values = {key: value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
+                  for key, value in self.model_args.items() if value != default[key]}
+        return ' '.join(f'{key}={value}' for key, value in values.items() if key not in TRAIN_OPTIONS)
 
     @property
     def agreement(self) -> str:
@@ -59,7 +70,7 @@ class ConversionReport(Verification):
             'Construction': {
                 'Rewrite': self.construction,
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
-                'Sharpness': self.attention_start,
+                'Heads': self.start,
                 'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
                 'Error of the logits': f'{self.logits_error:.1e} of the largest logit, {self.logits_rms_error:.1e} of '
                                        'their root mean square',
@@ -98,12 +109,14 @@ class ConversionReport(Verification):
         rows.append(('logits', '', self.logits_error, self.logits_rms_error))
         approximate = ', approximate' if self.approximate else ''
         return '\n'.join([
-            f'{self.architecture}: {shape}, sharpness {self.attention_start}{approximate}',
+            f'{self.architecture}: {shape}, {self.start}{approximate}',
             'layer          heads used   largest error   rms error',
             *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),
             f'top-1 agreement {self.agreement}',
-            *([] if self.rounding_error is None else [f'rounding changed the source by {self.rounding}']),
+            *([] if self.rounding_error is None else [f'rounding to its type adds an error of {self.rounding}']),
             *([f'assumed, as tensors alone do not tell: {self.assumptions}\n'
-               'The errors are those against a model of the same assumptions: if it was another, give model_kwargs.']
+               'The errors are those against a model of the same assumptions: where it was another, tell what it had.']
               if self.assumed else []),
+            *([f'for train.py, from a file: --model {self.architecture} --model-kwargs {self.model_kwargs}']
+              if self.model_kwargs else []),
         ])
