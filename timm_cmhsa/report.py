@@ -70,7 +70,8 @@ class ConversionReport(Verification):
             'Construction': {
                 'Rewrite': self.construction,
                 'Heads used': ', '.join(f'{layer.heads_used} of {layer.num_heads}' for layer in self.layers),
-                'Heads': self.start,
+                'Sharpness': f'{self.sharpness:.3g}',
+                **({} if self.peak is None else {'Peak': f'{self.peak:g}'}),
                 'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
                 'Error of the logits': f'{self.logits_error:.1e} of the largest logit, {self.logits_rms_error:.1e} of '
                                        'their root mean square',
