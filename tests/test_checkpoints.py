@@ -254,7 +254,7 @@ def test_dtype(dtype, rounding, src, conv_model, tmp_path):
     report = convert_checkpoint(src, tmp_path / 'out', dtype=dtype)
     assert report.rounding_error < rounding
     assert (report.rounding_error > 1e-4) == (dtype != 'float64')
-    assert f'source by {report.rounding_error:.1e}' in str(report)
+    assert f'an error of {report.rounding_error:.1e}' in str(report)
     assert report.max_error < (1e-12 if dtype == 'float64' else 2e-6)
     weights = safetensors.torch.load_file(tmp_path / 'out' / 'model.safetensors')
     assert {tensor.dtype for tensor in weights.values()} == {getattr(torch, dtype)}
@@ -713,7 +713,8 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
         'global_pool=avg')
     assert lines[7] == (
         'The errors are those against a model of the same assumptions: where it was another, tell what it had.')
-    assert lines[8] == f'written to {tmp_path / "out"}'
+    assert lines[8] == f'for train.py, from a file: --model {ATTN} --model-kwargs patch_size=4 depth=2 head_dim=48'
+    assert lines[9] == f'written to {tmp_path / "out"}'
 
 
 def test_command_explains_itself(capsys):
