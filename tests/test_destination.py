@@ -477,6 +477,7 @@ def lost_terminal(request):
     os.close(terminal)
 
 
+@pytest.mark.slow
 def test_success_does_not_need_a_terminal(lost_terminal, src, pixel_model, tmp_path):
     assert convert(src, tmp_path / 'out', stdout=lost_terminal)[::2] == (0, '')
     assert run(plot_main, [str(pixel_model), '--output', str(tmp_path)], stdout=lost_terminal)[::2] == (0, '')

@@ -183,6 +183,7 @@ def test_a_source_on_the_hub(hub, folder):
     assert_same_function(load('hf-hub:alice/phase1@other'), load('local-dir:other'))
 
 
+@pytest.mark.slow
 def test_a_pickled_source_on_the_hub(hub, folder):
     push_to_hub(create(), 'alice/net')
     files = hub.files('alice/net')
