@@ -296,7 +296,7 @@ def test_pixel_models(tmp_path):
 
 @pytest.mark.slow
 def test_natural_images(tmp_path):
-    """Two rows on noise: every run is done once, and what is there is read again."""
+    """A row on noise: every run is done once, and what is there is read again."""
     for folder, count in (('train/a', 60), ('train/b', 60), ('validation/a', 5), ('validation/b', 5)):
         (tmp_path / 'data' / folder).mkdir(parents=True)
         for i in range(count):
@@ -305,17 +305,16 @@ def test_natural_images(tmp_path):
     command = [
         sys.executable, EXPERIMENTS / 'natural_images.py', '--data-dir', tmp_path / 'data', '--num-train', '100',
         '--num-held-out', '10', '--learning-rates', '1e-3', '--epochs', '1', '--seeds', '1', '--results',
-        tmp_path / 'results.json', '--output', tmp_path / 'output', '--rows', 'ConvNeXt', '*held']
+        tmp_path / 'results.json', '--output', tmp_path / 'output', '--rows', '*held', '--workers', '1']
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert '3/3' not in done.stderr  # nothing was left to do
+    assert '1/1' not in done.stderr  # nothing was left to do
     results = json.loads((tmp_path / 'results.json').read_text())
-    assert [record['title'] for record in results.values()] == [
-        'ConvNeXt', 'phase 1', 'two phases, peak 0.75, global head held']
+    assert [record['title'] for record in results.values()] == ['phase 1', 'two phases, peak 0.75, global head held']
     soft = results[max(results)]
     assert soft['before']['top1'] == pytest.approx(results[soft['phase1']]['test']['top1'], abs=1e-4)  # exact
     assert max(soft['bias_movement']) > 0
-    assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 3)] == [
-        'phase 1', 'two phases, peak 0.75, global head held', 'ConvNeXt']
+    assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 2)] == [
+        'phase 1', 'two phases, peak 0.75, global head held']
     assert (tmp_path / 'results.png').stat().st_size > 10_000

@@ -148,7 +148,7 @@ def fuzz(folder, seed, count):
 
 @pytest.mark.skipif(sys.platform != 'linux', reason='limits the memory by means of Linux')
 @pytest.mark.slow
-@pytest.mark.parametrize(('seed', 'count'), [(seed, 500) for seed in range(4)])
+@pytest.mark.parametrize(('seed', 'count'), [(seed, 200) for seed in range(3)])
 def test_mutated_files_are_read_or_refused(seed, count, tmp_path):
     result = subprocess.run(
         [sys.executable, '-W', 'ignore', __file__, str(tmp_path), str(seed), str(count)],
