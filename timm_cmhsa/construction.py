@@ -20,10 +20,9 @@ from torch import nn
 
 from .attention import RelPosAttention
 from .patches import Size2d
-from .rel_pos import POINTABLE, OffsetRelPos, PaddedRelPosTable
+from .rel_pos import POINTABLE, TABLES, OffsetRelPos, PaddedRelPosTable
 
 MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
-TABLES = ('table', 'padded_table')
 MAX_ROUNDING = 0.1  # by soft heads, relative to the output
 MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
 

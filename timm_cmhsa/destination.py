@@ -106,7 +106,11 @@ def _put(new: Path, dst: Path, force: bool) -> None:
             os.link(new, dst)  # refused if there is anything, in one step
         except OSError:  # or the filesystem has no links: an empty file keeps the place for a moment
             dst.touch(exist_ok=False)
-            new.replace(dst)
+            try:
+                new.replace(dst)
+            except BaseException:
+                dst.unlink()
+                raise
 
 
 @contextlib.contextmanager
@@ -118,8 +122,9 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
     temporary = parent / f'{PREFIX}{secrets.token_hex(8)}'
     lock = None
     try:
-        temporary.mkdir()
-        lock = _lock(temporary)
+        while not temporary.is_dir():  # again, if another run took it for a leftover before it was locked
+            temporary.mkdir()
+            lock = _lock(temporary, wait=True)
         (temporary / 'new').mkdir()
         yield temporary / 'new'
     finally:
@@ -137,18 +142,18 @@ def temporary_folder(parent: Path) -> Iterator[Path]:
 def remove_leftovers(parent: Path) -> None:
     """Remove the temporary folders of runs that were killed, but not those of runs that are alive."""
     for temporary in parent.glob(PREFIX + 16 * '[0-9a-f]'):
-        lock = None if temporary.is_symlink() or not temporary.is_dir() else _lock(temporary)
+        lock = None if temporary.is_symlink() or not temporary.is_dir() else _lock(temporary, wait=False)
         if lock is not None:
             _remove(temporary)
             os.close(lock)
 
 
-def _lock(folder: Path) -> Optional[int]:
+def _lock(folder: Path, wait: bool) -> Optional[int]:
     """Lock a folder until this process ends; return None where others have it or the filesystem has no locks."""
     lock = None
     try:
         lock = os.open(folder, os.O_RDONLY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError:
         if lock is not None:
             os.close(lock)

@@ -413,6 +413,7 @@ ENCODINGS = {cls.name: cls for cls in (
     RelPosTable, PaddedRelPosTable, QuadraticRelPos, GeneralQuadraticRelPos, LearnedRelPos, LearnedContentRelPos)}
 # those with a `point_head`, which can express a convolution
 POINTABLE = ('table', 'padded_table', 'quadratic', 'quadratic_gen')
+TABLES = ('table', 'padded_table')  # of these, those with a free bias for every offset
 
 
 def create_rel_pos(
