@@ -13,11 +13,14 @@ import fnmatch
 import json
 import os
 import statistics
+import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from statistics import mean
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
+import scipy.stats
 import torch
 from common.options import positive_float, positive_int
 from common.photos import IMG_SIZE, Photos, split_photos
@@ -32,22 +35,33 @@ import timm_cmhsa
 from timm_cmhsa import attention_maps, head_statistics
 from timm_cmhsa.rel_pos import PaddedRelPosTable, RelPosTable
 
-NUM_LOOKED_AT = 64  # images
-TOKENS = dict(img_size=IMG_SIZE, patch_size=4)
-SHAPE = dict(TOKENS, hidden_chans=6, depth=4, num_classes=10)  # 8 x 8 tokens of width 96
-PHASE1, PHASE1_TITLE = ('cmhsa_conv_k5', SHAPE), 'phase 1'
+sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
+import resnet18_cifar  # noqa: F401  registers the model
+
+NUM_LOOKED_AT, LOOKS = 64, ('best_weight', 'distance', 'entropy')  # images, and what is measured in them
+TOKENS = dict(img_size=IMG_SIZE, patch_size=4)  # 8 x 8
+CONV = 'cmhsa_conv_k5', dict(TOKENS, hidden_chans=4, depth=4, num_classes=10)
+ATTENTION = 'cmhsa_attn', CONV[1]
+VIT = 'vit_tiny_patch16_224', dict(
+    TOKENS, embed_dim=128, depth=4, num_heads=4, num_classes=10, class_token=False, global_pool='avg')
+CONVIT = 'convit_tiny', dict(TOKENS, embed_dim=32, depth=4, num_heads=4, num_classes=10, local_up_to_layer=3)  # 4 x 32
+CONVNEXT = 'convnext_atto', dict(patch_size=2, dims=(24, 48, 96, 192), depths=(1, 1, 2, 1), num_classes=10)
+RESNET = 'resnet18_cifar', dict(channels=(16, 32, 64, 128), num_classes=10)
+PHASE1, LONGER, CNN = 'phase 1', 'phase 1 alone, as many steps', 'ResNet-18'
+MORE_EPOCHS = 5  # of phase 1 alone, to take as much time as two phases
 
 Record = Dict[str, Any]
 Results = Dict[str, Record]  # by the key of a run
 
 
 class Row(NamedTuple):
-    """A way to train: a model from a random start, or phase 2 after a phase 1 that several rows share."""
+    """A way to train: a model from a random start, or what another row trained, rewritten."""
     title: str
     model: str
     model_args: Dict[str, Any]
     epochs: int
-    start: Optional[str] = None  # of phase 2, one of STARTS
+    after: Optional['Row'] = None
+    rewrite: Optional[str] = None  # one of REWRITES
 
 
 def frozen(model: nn.Module) -> nn.Module:
@@ -57,7 +71,7 @@ def frozen(model: nn.Module) -> nn.Module:
 
 def frozen_thin(model: nn.Module) -> nn.Module:
     """Return the rewrite with one-hot heads of half the width."""
-    return timm_cmhsa.convert_model(model, head_dim=48)
+    return timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2)
 
 
 def frozen_spare(model: nn.Module) -> nn.Module:
@@ -65,48 +79,59 @@ def frozen_spare(model: nn.Module) -> nn.Module:
     return timm_cmhsa.convert_model(model, 'cmhsa_attn_soft')
 
 
-def soft(peak: float, head_dim: Optional[int] = None, scale: float = PaddedRelPosTable.bias_scale) -> Callable:
+def soft(peak: float, is_thin: bool = False, scale: float = PaddedRelPosTable.bias_scale) -> Callable:
     """Return how to rewrite a model with soft heads whose biases learn so many times as fast as weights."""
-    def convert(model: nn.Module) -> nn.Module:
-        model = timm_cmhsa.convert_model(model, head_dim=head_dim, peak=peak)
+    def rewrite(model: nn.Module) -> nn.Module:
+        model = timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2 if is_thin else None, peak=peak)
         for module in model.modules():
             if isinstance(module, PaddedRelPosTable):
                 module.relative_position_bias_table.data *= module.bias_scale / scale
                 module.bias_scale = scale
         return model
-    return convert
+    return rewrite
+
+
+def attend_stages(peak: Optional[float]) -> Callable:
+    """Return how to rewrite the last two stages of a ResNet."""
+    def rewrite(model: nn.Module) -> nn.Module:
+        return timm_cmhsa.attend_convs(model, ['layer3.*', 'layer4.*'], (3, IMG_SIZE, IMG_SIZE), peak=peak)
+    return rewrite
 
 
 HELD = 'peak 0.75, global head held'
-STARTS: Dict[str, Callable[[nn.Module], nn.Module]] = {
+REWRITES: Dict[str, Callable[[nn.Module], nn.Module]] = {
     'one-hot': frozen,
-    'one-hot, thin': frozen_thin,
-    'one-hot, a spare head': frozen_spare,
     'peak 0.75': soft(0.75),
     'peak 0.5': soft(0.5),
+    'one-hot, thin': frozen_thin,
+    'peak 0.75, thin': soft(0.75, is_thin=True),
     'peak 0.75, slow biases': soft(0.75, scale=1.),
     'peak 0.75, fast biases': soft(0.75, scale=30.),
-    'peak 0.75, thin': soft(0.75, head_dim=48),
+    'one-hot, a spare head': frozen_spare,
     HELD: soft(0.75),
 }
+REWRITES_OF_RESNET: Dict[str, Callable[[nn.Module], nn.Module]] = {
+    'trained on': lambda model: model,
+    'last two stages one-hot': attend_stages(None),
+    'last two stages peak 0.75': attend_stages(0.75),
+}
+
+
 def make_rows(epochs: int) -> List[Row]:
     """Return all rows; each phase of two has as many epochs."""
+    phase1, cnn = Row(PHASE1, *CONV, epochs), Row(CNN, *RESNET, epochs)
     return [
-        Row(PHASE1_TITLE, *PHASE1, epochs),
-        Row('phase 1 alone, as many steps', *PHASE1, 2 * epochs),
-        Row('phase 1 alone, as much time', *PHASE1, 5 * epochs),
-        *(Row(f'two phases, {start}', *PHASE1, epochs, start) for start in STARTS),
-        Row('attention alone', 'cmhsa_attn', SHAPE, 2 * epochs),
-        Row('ViT', 'vit_tiny_patch16_224',
-            dict(TOKENS, embed_dim=192, depth=4, num_heads=3, num_classes=10, class_token=False, global_pool='avg'),
-            2 * epochs),
-        Row('ConViT', 'convit_tiny',
-            dict(TOKENS, embed_dim=192, depth=4, num_heads=4, num_classes=10, local_up_to_layer=3), 2 * epochs),
-        Row('ConvNeXt', 'convnext_atto',
-            dict(patch_size=2, dims=(32, 64, 128, 256), depths=(1, 1, 2, 1), num_classes=10), 2 * epochs),
+        phase1,
+        Row(LONGER, *CONV, 2 * epochs),
+        Row('phase 1 alone, as much time', *CONV, MORE_EPOCHS * epochs),
+        *(Row(f'two phases, {name}', *CONV, epochs, phase1, name) for name in REWRITES),
+        Row('attention alone', *ATTENTION, 2 * epochs),
+        Row('ViT', *VIT, 2 * epochs),
+        Row('ConViT', *CONVIT, 2 * epochs),
+        Row('ConvNeXt', *CONVNEXT, 2 * epochs),
+        cnn,
+        *(Row(f'{CNN}, {name}', *RESNET, epochs, cnn, name) for name in REWRITES_OF_RESNET),
     ]
-
-
 
 
 class Run(NamedTuple):
@@ -115,29 +140,31 @@ class Run(NamedTuple):
     seed: int
     lr: float
     num_train: int
-    phase1_lr: Optional[float] = None
+    after: Optional['Run'] = None
 
     @property
     def key(self) -> str:
-        rates = f'{self.lr:g}' if self.phase1_lr is None else f'{self.phase1_lr:g} and {self.lr:g}'
+        rates = f'{self.lr:g}' if self.after is None else f'{self.after.lr:g} and {self.lr:g}'
         return f'{self.row.title} | {self.row.epochs} epochs | {self.num_train} images | lr {rates} | seed {self.seed}'
 
     def folder(self, output: Path) -> Path:
         return output / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
+
+    def checkpoint(self, output: Path) -> Path:
+        return self.folder(output) / 'model' / 'last.pth.tar'
 
 
 def main() -> None:
     args = parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     results: Results = json.loads(args.results.read_text()) if args.results.exists() else {}
-    first, *others = make_rows(args.epochs)
-    rows = [row for row in others if any(fnmatch.fnmatch(row.title, pattern) for pattern in args.rows)]
-    rates = tune([first], {}, results, args)
-    rates.update(tune(rows, rates, results, args))
+    rows = [row for row in make_rows(args.epochs) if any(fnmatch.fnmatch(row.title, each) for each in args.rows)]
+    rates = tune({row.after.title: row.after for row in rows if row.after}.values(), {}, results, args)
+    rates = tune([row for row in rows if row.title not in rates], rates, results, args)
     finish([plan(row, seed, rates, args) for seed in range(args.seeds) for row in rows], results, args)
-    write_whole(args.results.with_suffix('.md'), table(results, args))
+    write_whole(args.results.with_suffix('.md'), report(results, args))
     draw_curves(results, args)
-    print(table(results, args))
+    print(report(results, args))
 
 
 def parse_args() -> argparse.Namespace:
@@ -160,33 +187,24 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan(row: Row, seed: int, rates: Dict[str, float], args: argparse.Namespace) -> Run:
-    phase1_lr = rates[PHASE1_TITLE] if row.start else None
-    return Run(row, seed, rates[row.title], args.num_train, phase1_lr)
+    after = plan(row.after, seed, rates, args) if row.after else None
+    return Run(row, seed, rates[row.title], args.num_train, after)
 
 
-def tune(rows: Sequence[Row], known: Dict[str, float], results: Results, args: argparse.Namespace) -> Dict[str, float]:
-    """Choose the learning rate of every row by the held-out images of the first seed."""
+def tune(rows: Iterable[Row], known: Dict[str, float], results: Results, args: argparse.Namespace) -> Dict[str, float]:
+    """Choose the learning rate of every row by the held-out images of the first seed, and add it to those known."""
     runs = {row.title: [plan(row, 0, {**known, row.title: lr}, args) for lr in args.learning_rates] for row in rows}
     finish([run for each in runs.values() for run in each], results, args)
-    return {title: max(each, key=lambda run: results[run.key]['held_out']['top1']).lr for title, each in runs.items()}
+    best = {title: max(each, key=lambda run: results[run.key]['held_out']['top1']).lr for title, each in runs.items()}
+    return {**known, **best}
 
 
 def finish(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> None:
-    """Do what is not done yet, first phase 1 where phase 2 needs its checkpoint."""
+    """Do what is not done yet, first that whose checkpoint others start from."""
     todo = [run for run in runs if run.key not in results]
-    phase1 = {phase1_of(run).key: phase1_of(run) for run in todo if run.row.start}
-    do_all([run for run in phase1.values() if not checkpoint(run, args.output).exists()], results, args)
+    first = {run.after.key: run.after for run in todo if run.after}
+    do_all([run for run in first.values() if not run.checkpoint(args.output).exists()], results, args)
     do_all(todo, results, args)
-
-
-def phase1_of(run: Run) -> Run:
-    assert run.phase1_lr is not None
-    row = Row(PHASE1_TITLE, *PHASE1, run.row.epochs)
-    return Run(row, run.seed, run.phase1_lr, run.num_train)
-
-
-def checkpoint(run: Run, output: Path) -> Path:
-    return run.folder(output) / 'model' / 'last.pth.tar'
 
 
 def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> None:
@@ -216,11 +234,12 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
         'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
         batch_size=100, mixup=0.5, amp=True)
     model = create(stage, run.seed)
-    if run.row.start:
-        load_checkpoint(model, str(checkpoint(phase1_of(run), output)))
-        model = STARTS[run.row.start](model.eval())
+    if run.after:
+        load_checkpoint(model, str(run.after.checkpoint(output)))
+        assert run.row.rewrite is not None
+        model = {**REWRITES, **REWRITES_OF_RESNET}[run.row.rewrite](model.eval())
     model = model.to(device)
-    held = [values for layer in tables(model) for values in global_head(layer)] if run.row.start == HELD else []
+    held = [values for layer in tables(model) for values in global_head(layer)] if run.row.rewrite == HELD else []
     copies = [values.clone() for values in held]
 
     def hold() -> None:
@@ -229,12 +248,12 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
                 values.copy_(copy)
 
     biases = [layer.rel_pos.offset_bias().detach().clone() for layer in tables(model)]
-    looks, before = look(model, data.held_out), evaluate(model, data.test, device)
+    seen, before = look(model, data.held_out), evaluate(model, data.test, device)
     model, history = train(stage, model, data.train, data.held_out, folder, run.seed, device, hold)
     moved = [(layer.rel_pos.offset_bias() - bias).abs().max().item() for layer, bias in zip(tables(model), biases)]
     return run.key, dict(
         title=run.row.title,
-        phase1=phase1_of(run).key if run.row.start else None,
+        after=run.after.key if run.after else None,
         seed=run.seed,
         lr=run.lr,
         params=num_params(model),
@@ -244,7 +263,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
         train_loss=history[-1]['train_loss'],
         seconds=history[-1]['seconds'],
         history=history,
-        looks={'before': looks, 'after': look(model, data.held_out)},
+        looks={'before': seen, 'after': look(model, data.held_out)},
         bias_movement=moved,
         device=torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU',
         versions=VERSIONS,
@@ -274,31 +293,56 @@ def look(model: nn.Module, photos: Photos) -> List[Dict[str, float]]:
     images = photos.images[:NUM_LOOKED_AT].to(next(model.parameters()).device)
     for maps in attention_maps(model, images).values():
         heads = head_statistics(maps)
-        means.append({name: statistics.mean(getattr(head, name) for head in heads)
-                      for name in ('best_weight', 'distance', 'entropy')})
+        means.append({name: mean(getattr(head, name) for head in heads) for name in LOOKS})
     return means
 
 
-def table(results: Results, args: argparse.Namespace) -> str:
-    """Return the results of all rows, each at its best learning rate, as a table in Markdown."""
-    head = ['', 'seeds', 'parameters, M', 'learning rate', 'start', 'top-1', 'training loss', 'core minutes',
-            'weight on one offset', 'biases moved by']
+def report(results: Results, args: argparse.Namespace) -> str:
+    """Return the results of all rows, each at its best learning rate, as two tables in Markdown."""
+    best = best_records(results, args)
+    return f"""{accuracies(best, results)}
+Top-1 on the test images in %, mean ± standard deviation over the seeds; the mean gain over `{LONGER}` with its 95 %
+interval, from the seeds that both have (Student's t, paired); core minutes with those of the first phase.
+
+{looks(best)}
+Over all heads and layers, before and after training: the weight on one offset, the distance of where a head looks from
+the query (patches), the entropy of the weights (nats), and how much the bias moved that moved most.
+"""
+
+
+def accuracies(best: Dict[str, List[Record]], results: Results) -> str:
+    head = ['', 'seeds', 'parameters, M', 'learning rate', 'start', 'top-1', 'gain', 'training loss', 'core minutes']
     cells = []
-    for title, records in best_records(results, args).items():
-        def mean(get: Callable[[Record], float], digits: int) -> str:
-            return f'{statistics.mean(map(get, records)):.{digits}f}'  # noqa: B023
-        minutes = mean(lambda record: (record['seconds'] + phase1_seconds(record, results)) / 60, 0)
-        looks = '-'
-        if records[0]['looks']['after']:
-            looks = ' -> '.join(mean(
-                lambda record: statistics.mean(layer['best_weight'] for layer in record['looks'][when]), 2)  # noqa: B023
-                for when in ('before', 'after'))
+    for title, records in best.items():
+        minutes = mean((record['seconds'] + results.get(record['after'], {}).get('seconds', 0)) / 60
+                       for record in records)
         cells.append([
-            title, str(len(records)), mean(lambda record: record['params'], 2), f'{records[0]["lr"]:g}',
-            mean(lambda record: record['before']['top1'], 1), spread([record['test']['top1'] for record in records]),
-            mean(lambda record: record['train_loss'], 3), minutes, looks,
-            mean(lambda record: max(record['bias_movement']), 1) if records[0]['bias_movement'] else '-'])
+            title, str(len(records)), f"{mean(record['params'] for record in records):.2f}",
+            f'{records[0]["lr"]:g}', f"{mean(record['before']['top1'] for record in records):.1f}",
+            spread([record['test']['top1'] for record in records]),
+            '-' if title == LONGER else gain(records, best.get(LONGER, [])),
+            f"{mean(record['train_loss'] for record in records):.3f}", f'{minutes:.0f}'])
     return markdown_table(head, cells)
+
+
+def gain(records: List[Record], baseline: List[Record]) -> str:
+    """Return the mean gain in top-1 over the same seeds of another row, with its 95 % interval."""
+    others = {record['seed']: record for record in baseline}
+    gains = [record['test']['top1'] - others[record['seed']]['test']['top1']
+             for record in records if record['seed'] in others]
+    if len(gains) < 2:
+        return '-'
+    half = scipy.stats.t.ppf(0.975, len(gains) - 1) * statistics.stdev(gains) / len(gains) ** 0.5
+    return f'{mean(gains):+.1f} ({mean(gains) - half:+.1f} to {mean(gains) + half:+.1f})'
+
+
+def looks(best: Dict[str, List[Record]]) -> str:
+    cells = [
+        [title, *(' -> '.join(f'{mean(layer[name] for record in records for layer in record["looks"][when]):.2f}'
+                              for when in ('before', 'after')) for name in LOOKS),
+         f"{mean(max(record['bias_movement']) for record in records):.2f}"]
+        for title, records in best.items() if records[0]['bias_movement']]
+    return markdown_table(['', 'weight on one offset', 'distance', 'entropy', 'bias moved by'], cells)
 
 
 def best_records(results: Results, args: argparse.Namespace) -> Dict[str, List[Record]]:
@@ -314,20 +358,18 @@ def best_records(results: Results, args: argparse.Namespace) -> Dict[str, List[R
     return best
 
 
-def phase1_seconds(record: Record, results: Results) -> float:
-    return results[record['phase1']]['seconds'] if record['phase1'] else 0.
-
-
 def draw_curves(results: Results, args: argparse.Namespace) -> None:
-    """Draw training loss and held-out accuracy of every row over the epochs."""
+    """Draw training loss and held-out accuracy of every row over the core minutes."""
     figure, axes = make_figure((13, 5), 2)
     for title, records in best_records(results, args).items():
-        epochs = [point['epoch'] for point in records[0]['history']]
+        first = mean(results.get(record['after'], {}).get('seconds', 0) for record in records)
+        minutes = [(first + mean(seconds)) / 60 for seconds in zip(*(
+            [point['seconds'] for point in record['history']] for record in records))]
         for axis, measure in zip(axes, ('train_loss', 'top1')):
             plot_mean_and_range(
-                axis, epochs, [[point[measure] for point in record['history']] for record in records], label=title)
+                axis, minutes, [[point[measure] for point in record['history']] for record in records], label=title)
     for axis, label in zip(axes, ('training loss', 'top-1 on held-out images, %')):
-        axis.set(xlabel='epoch of the phase', ylabel=label)
+        axis.set(xlabel='core minutes', ylabel=label, xscale='log')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right upper', fontsize=7, frameon=False)
     figure.savefig(args.results.with_suffix('.png'))
 
