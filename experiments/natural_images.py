@@ -69,7 +69,7 @@ def frozen(model: nn.Module) -> nn.Module:
     return timm_cmhsa.convert_model(model)
 
 
-def frozen_thin(model: nn.Module) -> nn.Module:
+def frozen_thin(model: Any) -> nn.Module:
     """Return the rewrite with one-hot heads of half the width."""
     return timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2)
 
@@ -81,7 +81,7 @@ def frozen_spare(model: nn.Module) -> nn.Module:
 
 def soft(peak: float, is_thin: bool = False, scale: float = PaddedRelPosTable.bias_scale) -> Callable:
     """Return how to rewrite a model with soft heads whose biases learn so many times as fast as weights."""
-    def rewrite(model: nn.Module) -> nn.Module:
+    def rewrite(model: Any) -> nn.Module:
         model = timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2 if is_thin else None, peak=peak)
         for module in model.modules():
             if isinstance(module, PaddedRelPosTable):

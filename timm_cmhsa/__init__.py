@@ -19,6 +19,7 @@ from .hub.publish import (
     push_to_hub as push_to_hub,
     save_for_hub as save_for_hub,
 )
+from .inverse import attention_to_conv2d as attention_to_conv2d, fuse_shifts as fuse_shifts
 from .patch_conv import PatchConv2d as PatchConv2d
 from .patches import patchify as patchify, unpatchify as unpatchify
 from .pixel import PixelAttn as PixelAttn

@@ -1,12 +1,14 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
+import copy
 import math
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, to_2tuple
 from torch import nn
 
+from .certificates import max_content_score, proved_shifts
 from .efficient import (
     AbsorbedRelPosAttention,
     absorb_weights,
@@ -19,6 +21,7 @@ from .efficient import (
 )
 from .patches import Size2d
 from .rel_pos import Mask, OnGrid, add_attn_mask, create_rel_pos
+from .shifts import Factors, Shift, ShiftedAttention, ShiftedHeads, group_heads, head_factors
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -35,6 +38,8 @@ class RelPosAttention(OnGrid, Attention):
 
     - `absorb`: Absorb the weights of wide heads, anew in every training step. `fuse` does it once for inference.
     - `chunk_size`: Number of queries that attend at a time, None for all.
+
+    Heads that are shifts can be trained as such, see `set_hard_attn`.
     """
 
     def __init__(
@@ -87,6 +92,7 @@ class RelPosAttention(OnGrid, Attention):
         self.rel_pos = create_rel_pos(
             rel_pos, to_2tuple(grid_size), num_heads, self.head_dim, padding=padding, **dd)
         self.absorb, self.chunk_size = self.default_form()
+        self.shifted: Optional[ShiftedHeads] = None
         self.reset_parameters()
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
@@ -100,12 +106,46 @@ class RelPosAttention(OnGrid, Attention):
         if grid_size != self.grid_size:
             super().set_grid_size(grid_size)
             self.absorb, self.chunk_size = self.default_form()
+            if self.shifted is not None:
+                self.shifted.set_grid_size(grid_size)
+
+    def set_hard_attn(self, enable: bool = True, norm: Optional[nn.Module] = None) -> None:
+        """Compute all heads as shifts, for training too, or as attention again.
+
+        Parameters are the same for both, and so is the function. Meanwhile biases are frozen, queries and keys get zero
+        gradients, and heads with a zero output projection are left out.
+
+        Args:
+            enable: Compute shifts.
+            norm: What normalizes the input. A LayerNorm bounds what content adds to the scores.
+
+        Raises:
+            ValueError: If a head is no shift by proof, or attention weights would be dropped.
+        """
+        self.rel_pos.requires_grad_(not enable)
+        self.shifted = None
+        if not enable:
+            return
+        if self.attn_drop.p:
+            raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
+        used = self.proj.weight.view(-1, self.num_heads, self.head_dim).any(dim=2).any(dim=0).tolist()
+        shifts = proved_shifts(self, norm)
+        if any(is_used and shift is None for is_used, shift in zip(used, shifts)):
+            raise ValueError(
+                f'hard_attn is for heads that attend to one offset whatever the image is, and {shifts.count(None)} of '
+                f'{self.num_heads} heads do not: train them as attention.')
+        groups = group_heads([shift if is_used else None for is_used, shift in zip(used, shifts)])
+        self.shifted_heads = list(groups.values())
+        widths = [len(heads) * self.head_dim for heads in self.shifted_heads]
+        self.shifted = ShiftedHeads(groups, widths, self.qkv.in_features, self.proj.out_features, self.grid_size)
 
     def extra_repr(self) -> str:
         return f'num_heads={self.num_heads}, head_dim={self.head_dim}, absorb={self.absorb}, ' \
                f'chunk_size={self.chunk_size}'
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+        if not torch.jit.is_scripting() and self.can_shift():
+            return self.forward_shifted(x, attn_mask, is_causal)
         if not torch.jit.is_scripting() and self.can_absorb():
             return self.forward_absorbed(x, add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal))
         B, N, _ = x.shape
@@ -137,6 +177,19 @@ class RelPosAttention(OnGrid, Attention):
         return self.proj_drop(x)
 
     @torch.jit.unused
+    def forward_shifted(self, x: torch.Tensor, attn_mask: Mask, is_causal: bool) -> torch.Tensor:
+        if attn_mask is not None or is_causal:
+            raise ValueError('hard_attn computes no attention to mask: call set_hard_attn(False) before.')
+        assert self.shifted is not None
+        factors = [head_factors(self.qkv, self.proj, self.num_heads, heads) for heads in self.shifted_heads]
+        return self.proj_drop(self.shifted(x, *self.shifted.weights(factors), self.proj.bias))
+
+    @torch.jit.unused
+    def can_shift(self) -> bool:
+        """Return whether heads are computed as shifts: if asked for, unless somebody looks at maps."""
+        return self.shifted is not None and self.fused_attn
+
+    @torch.jit.unused
     def can_absorb(self) -> bool:
         """Return whether this step absorbs weights: in training, unless somebody looks at maps or projections."""
         return self.training and self.fused_attn and not is_onnx_export() and self._is_absorbable()
@@ -162,7 +215,7 @@ class RelPosAttention(OnGrid, Attention):
         return chunk_size is None and absorbed < plain, chunk_size
 
     def keep_heads(self, heads: List[int]) -> None:
-        """Remove all other heads. Needs a quadratic encoding."""
+        """Remove all other heads."""
         self.rel_pos.keep_heads(heads)
         dim = self.qkv.in_features
         weight = self.qkv.weight.view(3, self.num_heads, self.head_dim, dim)[:, heads].flatten(0, 2)
@@ -173,14 +226,44 @@ class RelPosAttention(OnGrid, Attention):
         self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
         self.absorb, self.chunk_size = self.default_form()
 
-    def fuse(self) -> nn.Module:
+    def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:
         """Return the form for inference, which `timm.utils.reparameterize_model` asks for.
 
-        It is a new layer with absorbed weights, or this one where that would not be cheaper.
+        It is a new layer, in which heads that are shifts, by proof, are computed as such, and others with absorbed
+        weights; or this one where neither would be cheaper.
+
+        Args:
+            norm: What normalizes the input. A LayerNorm bounds what content adds to the scores.
         """
+        shifts = proved_shifts(self, norm)
+        if any(shifts):
+            return self.fuse_shifts(shifts)
         if self._is_absorbable():
             return AbsorbedRelPosAttention(self.qkv, self.proj, self.rel_pos, self.scale, self.fused_attn)
         return self
+
+    def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
+        """Return how much content can add to a score of every head, see `certificates.max_content_score`."""
+        if not is_plain_linear(self.qkv) or not is_plain_linear(self.proj):
+            return torch.full((self.num_heads,), math.inf)
+        return max_content_score(self.qkv, self.num_heads, self.scale, norm)
+
+    def shift_factors(self, shifts: Sequence[Optional[Shift]]) -> Dict[Shift, Factors]:
+        """Return what the heads with each shift do; they have None if they are none."""
+        return {shift: head_factors(self.qkv, self.proj, self.num_heads, heads)
+                for shift, heads in group_heads(shifts).items()}
+
+    @torch.no_grad()
+    def fuse_shifts(self, shifts: Sequence[Optional[Shift]]) -> ShiftedAttention:
+        """Return the form for inference in which some heads are these shifts."""
+        others = [i for i, shift in enumerate(shifts) if shift is None]
+        rest = None
+        if self.proj.weight.view(-1, self.num_heads, self.head_dim)[:, others].any():
+            rest = copy.deepcopy(self).requires_grad_(False)
+            rest.proj.register_parameter('bias', None)
+            rest.keep_heads(others)
+            rest = rest.fuse()
+        return ShiftedAttention(self.shift_factors(shifts), self.proj.bias, self.grid_size, rest)
 
 
 def replace_weight(linear: nn.Linear, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:

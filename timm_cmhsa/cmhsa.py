@@ -14,15 +14,26 @@ import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerType, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import VisionTransformer
+from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import PaddedRelPosTable, RelPosTable, resize_offset_embed
+from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, resize_offset_embed
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
+
+
+class CmhsaBlock(Block):
+    """timm's block, which tells its attention what normalizes the tokens."""
+    attn: Any
+
+    def fuse(self) -> nn.Module:
+        """Give the attention its form for inference, for `timm.utils.reparameterize_model`."""
+        if hasattr(self.attn, 'fuse'):
+            self.attn = self.attn.fuse(self.norm1)
+        return self
 
 
 class Cmhsa(VisionTransformer):
@@ -93,6 +104,7 @@ class Cmhsa(VisionTransformer):
             drop_path_rate=drop_path_rate,
             norm_layer=norm_layer,
             act_layer=act_layer,
+            block_fn=CmhsaBlock,
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
             device=device,
             dtype=dtype,
@@ -175,6 +187,7 @@ class CmhsaConv(Cmhsa):
 
 class CmhsaAttn(Cmhsa):
     """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
+    hard_attn = False
 
     def __init__(
             self,
@@ -184,6 +197,7 @@ class CmhsaAttn(Cmhsa):
             qkv_bias: bool = True,
             rel_pos: str = 'table',
             padding: Optional[Size2d] = None,
+            hard_attn: bool = False,
             **kwargs: Any,
     ) -> None:
         """
@@ -194,6 +208,7 @@ class CmhsaAttn(Cmhsa):
             rel_pos: Relative position encoding: 'table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned' or
                 'learned_content'.
             padding: Patches of padding that the zero key of a 'padded_table' stands for; by default one on every side.
+            hard_attn: Compute heads as shifts, see `set_hard_attn`. They start at the offsets nearest to the query.
             **kwargs: See `Cmhsa`.
         """
         super().__init__(**kwargs)
@@ -211,6 +226,10 @@ class CmhsaAttn(Cmhsa):
                 padding=padding,
                 **dd,
             )
+        self.hard_attn = hard_attn
+        if hard_attn:
+            self._init_hard_attn()
+        self.register_load_state_dict_post_hook(_keep_hard_attn)
 
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn
@@ -224,6 +243,43 @@ class CmhsaAttn(Cmhsa):
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
         init_patch_identity(self.patch_embed.proj)
+        if self.hard_attn:
+            self._init_hard_attn()
+
+    def _init_hard_attn(self) -> None:
+        if not self.blocks[0].norm1.weight.is_meta:
+            for block in self.blocks:
+                point_at_nearest(block.attn.rel_pos)
+            self.set_hard_attn()
+
+    def set_hard_attn(self, enable: bool = True) -> None:
+        """Compute the heads of all blocks as shifts, for training too, or as attention again.
+
+        It costs less, and both compute the same: see `RelPosAttention.set_hard_attn`. Make the optimizer afterwards.
+
+        Raises:
+            ValueError: If a head is no shift by proof, or attention weights would be dropped.
+        """
+        for block in self.blocks:
+            block.attn.set_hard_attn(enable, block.norm1)
+        self.hard_attn = enable
+
+
+def _keep_hard_attn(model: nn.Module, incompatible_keys: Any) -> None:
+    """Find the shifts of loaded biases."""
+    assert isinstance(model, CmhsaAttn)
+    if model.hard_attn:
+        model.set_hard_attn()
+
+
+def point_at_nearest(rel_pos: OffsetRelPos) -> None:
+    """Make every head attend to one offset, the nearest ones first."""
+    reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
+    offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
+    offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
+    sharpness = exact_sharpness(math.prod(rel_pos.grid_size), next(rel_pos.parameters()).dtype)
+    for head in range(rel_pos.num_heads):
+        rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
 
 
 def heads_of_blocks(num_heads: Union[int, Sequence[int]], depth: int) -> List[int]:

@@ -20,7 +20,7 @@ from torch import nn
 
 from .attention import RelPosAttention
 from .patches import Size2d
-from .rel_pos import POINTABLE, TABLES, OffsetRelPos, PaddedRelPosTable
+from .rel_pos import POINTABLE, TABLES, OffsetRelPos, PaddedRelPosTable, exact_sharpness
 
 MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
 MAX_ROUNDING = 0.1  # by soft heads, relative to the output
@@ -328,15 +328,6 @@ def best_factors(
             choices.append((num_patches * scales[vectors].square().sum().item(), Factors(head, value, output)))
     choices.sort(key=lambda choice: choice[0], reverse=True)
     return [factors for _, factors in choices[:num_heads]]
-
-
-def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
-    """Return the sharpness at which all that a head leaks to other patches is a rounding error.
-
-    At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps), which is 42
-    for float32 and 83 for float64 at 14 x 14 patches.
-    """
-    return 2 * math.log(num_tokens / torch.finfo(dtype).eps)
 
 
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:

@@ -8,6 +8,8 @@ attend to whole tokens, and one matrix per head takes the place of its value and
 attention and MLP; the authors' code has BERT's, which normalize after them. The paper's models with 16 heads
 (Appendix F) are the registered ones with `num_heads=16`.
 """
+import copy
+import math
 from typing import Any, Dict, List, Optional, Sequence, Union
 
 import torch
@@ -17,9 +19,12 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from .attention import replace_weight
+from .certificates import proved_shifts
 from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
+from .efficient import is_plain_linear
 from .patches import Size2d
 from .rel_pos import ENCODINGS, Mask, OnGrid, add_attn_mask, create_rel_pos
+from .shifts import Factors, Shift, ShiftedAttention, group_heads
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
@@ -67,11 +72,40 @@ class PositionalAttention(OnGrid, nn.Module):
         self.rel_pos.reset_parameters()
 
     def keep_heads(self, heads: List[int]) -> None:
-        """Remove all other heads. Needs a quadratic encoding."""
+        """Remove all other heads."""
         self.rel_pos.keep_heads(heads)
         weight = self.value.weight.view(-1, self.num_heads, self.proj.in_features)[:, heads].flatten(1)
         replace_weight(self.value, weight, self.value.bias)
         self.num_heads = len(heads)
+
+    def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
+        """Return how much content can add to a score of every head: nothing."""
+        return torch.zeros(self.num_heads)
+
+    def shift_factors(self, shifts: Sequence[Optional[Shift]]) -> Dict[Shift, Factors]:
+        """Return what the heads with each shift do; they have None if they are none."""
+        dim = self.proj.in_features
+        outputs = self.proj.weight @ self.value.weight.view(dim, -1, dim).transpose(0, 1)
+        eye = torch.eye(dim, device=outputs.device, dtype=outputs.dtype)
+        return {shift: Factors(eye, None, outputs[heads].sum(dim=0)) for shift, heads in group_heads(shifts).items()}
+
+    @torch.no_grad()
+    def fuse_shifts(self, shifts: Sequence[Optional[Shift]]) -> ShiftedAttention:
+        """Return the form for inference in which some heads are these shifts."""
+        others = [i for i, shift in enumerate(shifts) if shift is None]
+        rest = None
+        if others:
+            rest = copy.deepcopy(self).requires_grad_(False)
+            rest.keep_heads(others)
+            rest.value.register_parameter('bias', None)
+            rest.proj.register_parameter('bias', None)
+        return ShiftedAttention(self.shift_factors(shifts), self.proj(self.value.bias), self.grid_size, rest)
+
+    def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:
+        """Return the form for inference: see `RelPosAttention.fuse`."""
+        shifts = proved_shifts(self, norm)
+        is_plain = is_plain_linear(self.value) and is_plain_linear(self.proj)
+        return self.fuse_shifts(shifts) if any(shifts) and is_plain else self
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
@@ -92,6 +126,10 @@ class PositionalContentAttention(PositionalAttention):
         self.fused_attn = use_fused_attn()
         self.qk = nn.Linear(dim, 2 * num_heads * dim, device=kw.get('device'), dtype=kw.get('dtype'))
         self.reset_parameters()
+
+    def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
+        """Return how much content can add to a score of every head: no bound is known."""
+        return torch.full((self.num_heads,), math.inf)
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         B, N, D = x.shape

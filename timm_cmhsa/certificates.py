@@ -1,0 +1,132 @@
+"""Which heads are shifts: proved by the weights alone, or measured on images.
+
+A head has a bias for every query and key, and scores by content that add to it. Where no content can outweigh what the
+bias of one key is ahead of all others, the head looks at that key, whatever the image is. What a LayerNorm puts out is
+bounded: gamma * z + beta with |z| <= sqrt(dim). That bounds the content, |q^T k| for all queries and keys, by the norms
+of the projections.
+"""
+import itertools
+import math
+from typing import Any, List, NamedTuple, Optional, Tuple
+
+import torch
+from torch import nn
+
+from .rel_pos import Grid, OffsetRelPos
+from .shifts import BORDERS, Factors, Shift
+
+TOLERANCE = 1e-4  # largest share of its attention that a shift may give to other patches
+MAX_BIAS_ENTRIES = 2 ** 24  # that are looked at together: 128 MB in float64
+
+
+class BiasWinners(NamedTuple):
+    """What the biases of a layer say."""
+    shifts: List[Optional[Shift]]  # of every head, None where the keys with the largest biases are no shift
+    odds: torch.Tensor  # (num_heads,): log of how much weight all other keys get, relative to that key, at most
+
+
+@torch.no_grad()
+def bias_winners(rel_pos: Any) -> BiasWinners:
+    """Return for every head where its biases alone make it look, and how surely."""
+    grid_size, num_heads = rel_pos.grid_size, rel_pos.num_heads
+    if not isinstance(rel_pos, OffsetRelPos) or not num_heads:
+        return BiasWinners([None] * num_heads, torch.zeros(num_heads, dtype=torch.double, device='cpu'))
+    num_patches = grid_size[0] * grid_size[1]
+    step = max(MAX_BIAS_ENTRIES // (num_heads * num_patches), 1)
+    winners, odds = [], []
+    for start in range(0, num_patches, step):
+        bias = rel_pos.gather_bias(start, min(start + step, num_patches))[0].double().cpu()
+        largest, winner = bias.max(dim=-1, keepdim=True)
+        winners.append(winner.squeeze(-1))
+        odds.append((bias.scatter(-1, winner, -math.inf).logsumexp(dim=-1) - largest.squeeze(-1)))
+    shifts = [_as_shift(keys, grid_size) for keys in torch.cat(winners, dim=1)]
+    return BiasWinners(shifts, torch.cat(odds, dim=1).amax(dim=1))
+
+
+def _as_shift(keys: torch.Tensor, grid_size: Grid) -> Optional[Shift]:
+    """Return the shift that has these keys, one for each query."""
+    width, queries = grid_size[1], torch.arange(len(keys), device='cpu')
+    inside = keys < len(keys)
+    if not inside.any():
+        return Shift(grid_size, 'zeros')  # outside the image for all queries
+    rows, cols = ((axis(keys) - axis(queries))[inside] for axis in (lambda x: x // width, lambda x: x % width))
+    ends = ({axis.min().item(), axis.max().item()} for axis in (rows, cols))  # the border changes one of them
+    for offset, border in itertools.product(itertools.product(*ends), BORDERS):
+        shift = Shift(offset, border)
+        if torch.equal(keys, shift.keys(grid_size)):
+            return shift
+    return None
+
+
+@torch.no_grad()
+def max_content_score(
+        qkv: nn.Linear,
+        num_heads: int,
+        scale: float,
+        norm: Optional[nn.Module] = None,
+) -> torch.Tensor:
+    """Return the largest |scale * q^T k| of every head, over all tokens that the norm can put out: (num_heads,).
+
+    Without a LayerNorm there is no bound, unless queries or keys are zero.
+    """
+    weight = qkv.weight.double().cpu().view(3, num_heads, -1, qkv.in_features)
+    bias = weight.new_zeros(weight.shape[:3]) if qkv.bias is None else qkv.bias.double().cpu().view(weight.shape[:3])
+    (query, key, _), (query_bias, key_bias, _) = weight, bias
+    nothing = [~(w.flatten(1).any(dim=1) | b.any(dim=1)) for w, b in ((query, query_bias), (key, key_bias))]
+    if not isinstance(norm, nn.LayerNorm) or norm.normalized_shape != (qkv.in_features,):
+        return torch.where(nothing[0] | nothing[1], 0., math.inf).double()
+    radius = qkv.in_features ** 0.5
+    (query, query_bias), (key, key_bias) = (_after_norm(w, b, norm) for w, b in ((query, query_bias), (key, key_bias)))
+    # |A^T B| by Frobenius' norm, from the smaller products A A^T and B B^T
+    products = ((query @ query.transpose(-2, -1)) * (key @ key.transpose(-2, -1))).sum(dim=[-2, -1])
+    both = radius ** 2 * products.clamp(min=0).sqrt()
+    one = radius * (_norm_of(query, key_bias) + _norm_of(key, query_bias))
+    return scale * (both + one + (query_bias * key_bias).sum(dim=-1).abs())
+
+
+def _after_norm(weight: torch.Tensor, bias: torch.Tensor, norm: nn.LayerNorm) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return a projection (..., width, dim) of gamma * z + beta as one of z."""
+    if norm.bias is not None:
+        bias = bias + weight @ norm.bias.double().cpu()
+    if norm.weight is not None:
+        weight = weight * norm.weight.double().cpu()
+    return weight, bias
+
+
+def _norm_of(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
+    return (vector.unsqueeze(-2) @ weight).squeeze(-2).norm(dim=-1)
+
+
+def proved_leaks(layer: Any, winners: BiasWinners, norm: Optional[nn.Module] = None) -> torch.Tensor:
+    """Return the largest share of its attention that a head can give to other keys, whatever the image is."""
+    return torch.sigmoid(winners.odds + 2 * layer.max_content_score(norm))
+
+
+def proved_shifts(layer: Any, norm: Optional[nn.Module] = None, tolerance: float = TOLERANCE) -> List[Optional[Shift]]:
+    """Return the shift of every head that is one by proof, None for the others.
+
+    Args:
+        layer: An attention layer of this package.
+        norm: What normalizes its input.
+        tolerance: Largest share of its attention that a shift may give to other keys.
+    """
+    winners = bias_winners(layer.rel_pos)
+    leaks = proved_leaks(layer, winners, norm)
+    return [shift if leak <= tolerance else None for shift, leak in zip(winners.shifts, leaks)]
+
+
+@torch.no_grad()
+def max_output_error(factors: Factors, leak: float, norm: Optional[nn.Module]) -> float:
+    """Return how far, as a vector, the output of such heads can be from that of the shift, for any token of the norm.
+
+    A head that gives a share of its attention to other keys is off by that share of the largest difference of values.
+    """
+    if leak == 0:
+        return 0.
+    if not isinstance(norm, nn.LayerNorm):
+        return math.inf
+    value, bias, output = factors.to(torch.device('cpu'), torch.double)
+    bias = value.new_zeros(len(value)) if bias is None else bias
+    value, bias = _after_norm(value, bias, norm)
+    radius = value.shape[1] ** 0.5 * (output @ value).norm().item()
+    return leak * max(2 * radius, radius + (output @ bias).norm().item())
