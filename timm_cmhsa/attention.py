@@ -14,6 +14,7 @@ from .efficient import (
     absorb_weights,
     chunked_attention,
     default_chunk_size,
+    is_fused_slower,
     is_onnx_export,
     is_plain_linear,
     multi_query_attention,
@@ -156,7 +157,7 @@ class RelPosAttention(OnGrid, Attention):
             x = chunked_attention(q, k, v, self.rel_pos, self.chunk_size, self.scale, dropout_p)
         else:
             attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
-            if self.fused_attn and not is_onnx_export():
+            if self.fused_attn and not is_onnx_export() and not is_fused_slower(attn_bias):
                 x = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=self.scale)
             else:

@@ -112,11 +112,11 @@ def multi_query_attention(
     keys = F.pad(F.pad(x, [0, key_dim - dim], value=1.), [0, 0, 0, 1]).unsqueeze(1)
     q = q.reshape(B, 1, N * num_heads, key_dim)
     attn_bias = attn_bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
-    if fused:
+    if fused and not is_fused_slower(attn_bias):
         x = F.scaled_dot_product_attention(q, keys, keys, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
     else:
-        attn = (q * scale) @ keys.transpose(-2, -1) + attn_bias
-        x = attn.softmax(dim=-1) @ keys
+        attn = ((q * scale) @ keys.transpose(-2, -1) + attn_bias).softmax(dim=-1)
+        x = (F.dropout(attn, dropout_p) if dropout_p > 0. else attn) @ keys
     return x.reshape(B, N, num_heads * key_dim)
 
 
@@ -141,6 +141,11 @@ class AbsorbedRelPosAttention(OnGrid, nn.Module):
         attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         fused = self.fused_attn and not is_onnx_export()
         return self.proj(multi_query_attention(self.query(x), x, attn_bias, scale=1., fused=fused))
+
+
+def is_fused_slower(attn_bias: torch.Tensor) -> bool:
+    """Return whether PyTorch would not fuse, but take a slower way: on a CPU, where the bias needs a gradient."""
+    return attn_bias.requires_grad and attn_bias.device.type == 'cpu'
 
 
 def is_onnx_export() -> bool:
