@@ -10,10 +10,10 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 import timm_cmhsa
-from timm_cmhsa import attention_to_conv2d, conv2d_to_attention, fuse_shifts, patchify, unpatchify
+from timm_cmhsa import attention_to_conv2d, conv2d_to_attention, fuse_shifts, patchify
 from timm_cmhsa.analysis import attention_maps
 from timm_cmhsa.attention import RelPosAttention
-from timm_cmhsa.certificates import bias_winners, proved_leaks, proved_shifts
+from timm_cmhsa.certificates import bias_winners, proved_leaks
 from timm_cmhsa.shifts import BORDERS, Shift, ShiftedAttention, TokenShift
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -50,7 +50,8 @@ def convolutions(draw):
     stride, dilation = draw(st.sampled_from([(1, 1), (1, 2), (2, 1)]))
     groups = draw(st.sampled_from([1, 2]))
     circular = draw(st.booleans())
-    patch, grid = (draw(st.sampled_from([2, 4])), 2 * draw(st.integers(1, 2))), draw(st.tuples(*[st.integers(2, 4)] * 2))
+    patch = draw(st.sampled_from([2, 4])), 2 * draw(st.integers(1, 2))
+    grid = draw(st.tuples(*[st.integers(2, 4)] * 2))
     padding = dilation * (kernel - 1) // 2
     assume(not circular or all(padding <= p * g for p, g in zip(patch, grid)))
     torch.manual_seed(draw(st.integers(0, 100)))
@@ -67,7 +68,8 @@ def test_a_rewritten_convolution_is_shifts_and_the_same_convolution_again(case):
     images = torch.randn(2, 2, patch[0] * grid[0], patch[1] * grid[1]).double()
     tokens = patchify(images, patch)
     fused = attn.fuse()
-    assert isinstance(fused, ShiftedAttention) and fused.rest is None
+    assert isinstance(fused, ShiftedAttention)
+    assert fused.rest is None
     torch.testing.assert_close(fused(tokens), attn(tokens), atol=1e-12, rtol=0)
     back, residual = attention_to_conv2d(attn, patch, conv.stride)
     assert residual < 1e-12
@@ -167,3 +169,138 @@ def test_no_certificate_is_violated(case, seed):
         assert report.leak <= tolerance
         assert report.error is None or report.error <= report.bound + 1e-12
         assert (fused(tokens) - expected).norm(dim=-1).max() <= report.bound + 1e-12
+
+
+def test_pixel_models_and_their_borders():
+    """Without a zero key a sharp Gaussian sees the nearest patch where its centre is outside the image."""
+    model = timm.create_model('test_pixel_attn').eval()
+    for block in model.blocks:
+        block.attn.rel_pos.center.data.uniform_(-2, 2).round_()
+        nn.init.constant_(block.attn.rel_pos.inv_std, 9.)
+    model.blocks[1].attn.rel_pos.inv_std.data[:4] = 0.5  # wide: these stay attention
+    expected = model(IMAGES)
+    fused = reparameterize_model(model)
+    torch.testing.assert_close(fused(IMAGES), expected, atol=1e-6, rtol=0)
+    assert {shift.border for shift in fused.blocks[0].attn.heads.shifts if shift.offset != (0, 0)} == {'replicate'}
+    assert fused.blocks[1].attn.rest.num_heads == 4
+    assert [report.num_proved for report in fuse_shifts(model)] == [9, 5, 9, 9]
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(head_dim=16), dict(num_heads=12), dict(rel_pos='quadratic'), dict(architecture='cmhsa_attn_soft')])
+def test_reparameterized_models_compute_the_same(kwargs):
+    """Also where other heads have learned, and for any number of images and any size."""
+    model = converted(**kwargs)
+    nn.init.trunc_normal_(model.blocks[0].attn.proj.weight, std=0.02)  # spare heads as well
+    model = train_a_little(model)
+    fused = reparameterize_model(model)
+    assert all(isinstance(block.attn, ShiftedAttention) for block in fused.blocks)
+    has_spare_heads = 'num_heads' in kwargs or 'architecture' in kwargs
+    assert (fused.blocks[0].attn.rest is not None) == has_spare_heads
+    for images in (IMAGES, IMAGES[:1], IMAGES[:0]):
+        torch.testing.assert_close(fused(images), model(images), atol=2e-6, rtol=0)
+    for each in (model, fused):
+        each.set_input_size((40, 24))
+    images = torch.randn(2, 3, 40, 24)
+    torch.testing.assert_close(fused(images), model(images), atol=2e-6, rtol=0)
+
+
+def test_soft_heads_are_no_shifts():
+    model = converted(peak=0.75)
+    assert not any(isinstance(module, ShiftedAttention) for module in reparameterize_model(model).modules())
+    report = fuse_shifts(model, IMAGES)
+    assert [layer.num_proved + layer.num_measured for layer in report] == [0] * 4
+    assert isinstance(model.blocks[0].attn, RelPosAttention)
+
+
+def test_without_a_norm_shifts_are_measured():
+    cnn = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3, padding=1))
+    timm_cmhsa.attend_convs(cnn, input_size=(3, 8, 8))
+    for layer in (cnn[0], cnn[2]):
+        nn.init.normal_(layer.attn.qkv.weight[:layer.attn.attn_dim].data, std=0.02)  # queries that have learned
+    nn.init.normal_(cnn[2].attn.qkv.weight.data, std=3.)  # no shifts any more
+    images = torch.randn(2, 3, 8, 8)
+    expected = cnn(images)
+    assert [layer.num_proved + layer.num_measured for layer in fuse_shifts(copy.deepcopy(cnn))] == [0, 0]
+    report = fuse_shifts(cnn, images)
+    assert [(layer.num_proved, layer.num_measured) for layer in report] == [(0, 9), (0, 0)]
+    assert report[0].bound == math.inf
+    assert 0 < report[0].leak <= 1e-4
+    assert 0 < report[0].rel_error < 1e-4
+    torch.testing.assert_close(cnn(images), expected, atol=1e-4, rtol=1e-4)
+    lines = str(report).splitlines()
+    assert lines[0].split()[:5] == ['layer', 'heads', 'shifts:', 'proved', 'measured']
+    assert lines[2].split()[1:] == ['9', '0', '0', '0.0e+00', '0.0e+00', '-', '-']
+
+
+def test_the_tolerance_is_the_callers():
+    model = converted(sharpness=12.)
+    assert fuse_shifts(copy.deepcopy(model))[0].num_proved == 0
+    assert fuse_shifts(model, tolerance=0.5)[0].num_proved == 9
+    for tolerance in (0, 1, math.nan):
+        with pytest.raises(ValueError, match='must be between 0 and 1'):
+            fuse_shifts(model, tolerance=tolerance)
+
+
+def test_shifts_cannot_be_masked():
+    fused = reparameterize_model(converted())
+    with pytest.raises(ValueError, match='no attention to mask'):
+        fused.blocks[0].attn(torch.randn(1, 64, 48), is_causal=True)
+
+
+def test_shifts_take_few_parameters():
+    """What a head does not read of its patch is left out: k3 reads a row or column of pixels, and one pixel."""
+    attn = conv2d_to_attention(nn.Conv2d(3, 3, 3, padding=1), 4, (4, 4))
+    fused = attn.fuse()
+    assert len(fused.value) == 4 * 12 + 4 * 3  # four sides, four corners; the patch itself is projected directly
+    assert sum(map(torch.Tensor.numel, fused.parameters())) < attn.qkv.weight.numel() / 7
+
+
+@pytest.mark.parametrize('kwargs', [dict(), dict(num_heads=12), dict(num_heads=11, head_dim=16)])
+def test_training_as_shifts_is_training_of_the_same_function(kwargs):
+    source = converted(**kwargs)
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True, **kwargs)
+    model.load_state_dict(source.state_dict())
+    torch.testing.assert_close(model(IMAGES), source(IMAGES), atol=1e-6, rtol=0)
+    model(IMAGES).sum().backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)  # as DistributedDataParallel needs
+    model.zero_grad()
+    queries = model.blocks[0].attn.qkv.weight[:model.blocks[0].attn.attn_dim]
+    torch.manual_seed(2)
+    train_a_little(model)
+    assert torch.equal(queries.any(dim=1), source.blocks[0].attn.qkv.weight[:len(queries)].any(dim=1))
+    torch.manual_seed(2)
+    if kwargs != dict(num_heads=12):  # spare heads learn as attention only
+        train_a_little(source)
+        torch.testing.assert_close(model(IMAGES), source(IMAGES), atol=1e-4, rtol=0)
+    after = timm.create_model('test_cmhsa_attn', **kwargs).eval()
+    after.load_state_dict(model.state_dict())
+    torch.testing.assert_close(after(IMAGES), model(IMAGES), atol=1e-6, rtol=0)
+    model.set_input_size(40)
+    after.set_input_size(40)
+    images = torch.randn(1, 3, 40, 40)
+    torch.testing.assert_close(after(images), model(images), atol=1e-6, rtol=0)
+    model.set_hard_attn(False)
+    assert all(p.requires_grad for p in model.parameters())
+    torch.testing.assert_close(after(images), model(images), atol=1e-6, rtol=0)
+
+
+def test_a_random_start_as_shifts_is_attention_as_well():
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True).eval()
+    assert model.blocks[0].attn.shifted.shifts[0].offset == (0, 0)
+    maps = attention_maps(model, IMAGES)  # of the attention
+    assert maps['blocks.0.attn'].weights.max() > 0.999
+    expected = model(IMAGES)
+    model.set_hard_attn(False)
+    torch.testing.assert_close(model(IMAGES), expected, atol=1e-6, rtol=0)
+
+
+def test_heads_that_are_no_shifts_are_refused():
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True, num_heads=10, rel_pos='padded_table')
+    with pytest.raises(ValueError, match='10 of 10 heads do not: train them as attention'):
+        model.load_state_dict(converted(peak=0.75).state_dict())
+    with pytest.raises(ValueError, match='use attn_drop_rate=0'):
+        timm.create_model('test_cmhsa_attn', hard_attn=True, attn_drop_rate=0.1)
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True)
+    with pytest.raises(ValueError, match='no attention to mask'):
+        model.blocks[0].attn(torch.randn(1, 64, 48), is_causal=True)
