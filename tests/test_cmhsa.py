@@ -395,7 +395,7 @@ def test_models_are_picklable_and_copyable(name, tmp_path):
     loaded = torch.load(tmp_path / 'model.pt', weights_only=False)
     assert torch.equal(loaded(x), model(x))
     assert torch.equal(copy.deepcopy(model)(x), model(x))
-    assert all(type(block) is Block for block in model.blocks)
+    assert all(isinstance(block, Block) for block in model.blocks)
 
 
 def test_phase_1_sees_the_whole_image():

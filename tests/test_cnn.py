@@ -185,7 +185,7 @@ def test_report_tells_what_was_replaced_and_what_it_costs(caplog):
 def test_multiply_accumulates_are_those_of_the_layer(num_patches):
     """The count of the report is what PyTorch counts in inference, up to the zero key and the padding of keys."""
     side = int(num_patches ** 0.5)
-    model = attend_convs(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)), '*', (32, side, side))
+    model = attend_convs(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)), '*', (32, side, side), peak=0.75)
     layer, = attention_summary(model)
     model = timm.utils.reparameterize_model(model)
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:

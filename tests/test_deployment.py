@@ -7,11 +7,12 @@ from timm.utils import reparameterize_model
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
-import timm_cmhsa  # noqa: F401
+from timm_cmhsa.cmhsa import point_at_nearest
 
 CONV, ATTN, ABSORBED = 'test_cmhsa_conv_k3', 'test_cmhsa_attn', 'test_cmhsa_attn, absorbed'
+SHIFTS, SOME_SHIFTS = 'test_cmhsa_attn, trained as shifts', 'test_cmhsa_attn, some heads fused as shifts'
 both_phases = pytest.mark.parametrize('name', [CONV, ATTN])
-all_forms = pytest.mark.parametrize('name', [CONV, ATTN, ABSORBED])
+all_forms = pytest.mark.parametrize('name', [CONV, ATTN, ABSORBED, SHIFTS, SOME_SHIFTS])
 
 
 @pytest.fixture
@@ -22,10 +23,18 @@ def x():
 def create(name):
     if name == ABSORBED:
         return reparameterize_model(create(ATTN))
-    model = timm.create_model(name, num_classes=10, depth=2)
+    model = timm.create_model(name.split(',')[0], num_classes=10, depth=2)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    return model.eval()
+    if name in (SHIFTS, SOME_SHIFTS):
+        for attn in (block.attn for block in model.blocks):
+            point_at_nearest(attn.rel_pos)
+            queries = attn.num_heads if name == SHIFTS else 5
+            for linear in (attn.qkv.weight, attn.qkv.bias):
+                nn.init.zeros_(linear.data[:queries * attn.head_dim])
+    if name == SHIFTS:
+        model.set_hard_attn()
+    return reparameterize_model(model.eval()) if name == SOME_SHIFTS else model.eval()
 
 
 @all_forms
@@ -75,11 +84,14 @@ def test_export_for_any_number_of_images(name, strict, x):
 @pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
 @pytest.mark.parametrize(('name', 'dynamic_axes'), [
     (ATTN, {'images': {0: 'batch'}}),  # any number of images, by the older exporter
+    pytest.param(SHIFTS, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(CONV, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(ABSORBED, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(CONV, None, marks=pytest.mark.slow),
     pytest.param(ATTN, None, marks=pytest.mark.slow),
     pytest.param(ABSORBED, None, marks=pytest.mark.slow),
+    pytest.param(SOME_SHIFTS, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
+    pytest.param(SOME_SHIFTS, None, marks=pytest.mark.slow),
 ])
 def test_onnx(name, dynamic_axes, x, tmp_path):
     onnxruntime = pytest.importorskip('onnxruntime')

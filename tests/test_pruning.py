@@ -4,8 +4,9 @@ import torch
 from torch import nn
 
 from timm_cmhsa import prune_degenerate_heads
+from timm_cmhsa.attention import RelPosAttention
 from timm_cmhsa.pruning import degenerate_heads
-from timm_cmhsa.rel_pos import GeneralQuadraticRelPos
+from timm_cmhsa.rel_pos import ENCODINGS, GeneralQuadraticRelPos
 
 
 def rotated(smallest, largest, angle=0.4):
@@ -94,22 +95,14 @@ def test_what_cannot_be_pruned_is_told_and_left_as_it_was():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize('name', ['test_pixel_attn', 'test_cmhsa_attn'])
-def test_heads_that_cannot_be_pruned_are_kept(name):
-    model = timm.create_model(name, rel_pos='table').eval()
-    x = torch.randn(2, 3, 32, 32)
-    expected = model(x)
-    with pytest.raises(ValueError, match=r"rel_pos='table' cannot lose heads"):
-        model.blocks[0].attn.keep_heads([0])
-    assert torch.equal(model(x), expected)
-
-
-@pytest.mark.parametrize('name', ['test_pixel_attn', 'test_cmhsa_attn'])
-def test_pruning_twice_is_pruning_once(name):
-    model = degenerate_model(name, num_heads=4)
-    assert any(prune_degenerate_heads(model).values())
-    before, x = model.model_args(), torch.randn(2, 3, 32, 32)
-    expected = model(x)
-    assert not any(prune_degenerate_heads(model).values())
-    assert model.model_args() == before
-    assert torch.equal(model(x), expected)
+@pytest.mark.parametrize('rel_pos', ENCODINGS)
+def test_a_layer_without_a_head_is_one_whose_head_adds_nothing(rel_pos):
+    attn = RelPosAttention(12, (3, 3), num_heads=4, head_dim=6, rel_pos=rel_pos)
+    for parameter in attn.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 9, 12)
+    attn.proj.weight.data[:, 6:12] = 0
+    expected = attn.eval()(x)
+    attn.keep_heads([0, 2, 3])
+    assert attn.num_heads == attn.rel_pos.num_heads == 3
+    torch.testing.assert_close(attn(x), expected)

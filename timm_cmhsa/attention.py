@@ -1,7 +1,7 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
 import copy
 import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from .efficient import (
     absorb_weights,
     chunked_attention,
     default_chunk_size,
-    is_fused_slower,
+    fused_attention,
     is_onnx_export,
     is_plain_linear,
     multi_query_attention,
@@ -22,9 +22,12 @@ from .efficient import (
 )
 from .patches import Size2d
 from .rel_pos import Mask, OnGrid, add_attn_mask, create_rel_pos
-from .shifts import Factors, Shift, ShiftedAttention, ShiftedHeads, group_heads, head_factors
+from .shifts import Factors, Shift, ShiftedAttention, ShiftedHeads, check_no_mask, group_heads, head_factors
 
-torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
+# keep as leaves for FX
+torch.fx.wrap('add_attn_mask')
+torch.fx.wrap('fused_attention')
+torch.fx.wrap('check_no_mask')
 
 
 class RelPosAttention(OnGrid, Attention):
@@ -42,6 +45,8 @@ class RelPosAttention(OnGrid, Attention):
 
     Heads that are shifts can be trained as such, see `set_hard_attn`.
     """
+    if TYPE_CHECKING:
+        shifted: Optional[ShiftedHeads]  # TorchScript knows no such annotation
 
     def __init__(
             self,
@@ -93,7 +98,7 @@ class RelPosAttention(OnGrid, Attention):
         self.rel_pos = create_rel_pos(
             rel_pos, to_2tuple(grid_size), num_heads, self.head_dim, padding=padding, **dd)
         self.absorb, self.chunk_size = self.default_form()
-        self.shifted: Optional[ShiftedHeads] = None
+        self.shifted = None
         self.reset_parameters()
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
@@ -157,9 +162,8 @@ class RelPosAttention(OnGrid, Attention):
             x = chunked_attention(q, k, v, self.rel_pos, self.chunk_size, self.scale, dropout_p)
         else:
             attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
-            if self.fused_attn and not is_onnx_export() and not is_fused_slower(attn_bias):
-                x = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=self.scale)
+            if self.fused_attn and not is_onnx_export():
+                x = fused_attention(q, k, v, attn_bias, dropout_p, self.scale)
             else:
                 attn = (q * self.scale) @ k.transpose(-2, -1) + attn_bias
                 attn = attn.softmax(dim=-1)
@@ -179,9 +183,8 @@ class RelPosAttention(OnGrid, Attention):
 
     @torch.jit.unused
     def forward_shifted(self, x: torch.Tensor, attn_mask: Mask, is_causal: bool) -> torch.Tensor:
-        if attn_mask is not None or is_causal:
-            raise ValueError('hard_attn computes no attention to mask: call set_hard_attn(False) before.')
         assert self.shifted is not None
+        x = check_no_mask(x, attn_mask, is_causal)
         factors = [head_factors(self.qkv, self.proj, self.num_heads, heads) for heads in self.shifted_heads]
         return self.proj_drop(self.shifted(x, *self.shifted.weights(factors), self.proj.bias))
 

@@ -8,7 +8,7 @@ both are timm's `VisionTransformer` without class token and position embedding, 
 """
 import math
 from numbers import Integral
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -27,7 +27,8 @@ __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
 class CmhsaBlock(Block):
     """timm's block, which tells its attention what normalizes the tokens."""
-    attn: Any
+    if TYPE_CHECKING:
+        attn: Any  # TorchScript knows no such annotation
 
     def fuse(self) -> nn.Module:
         """Give the attention its form for inference, for `timm.utils.reparameterize_model`."""

@@ -35,7 +35,7 @@ class AttendedLayer(NamedTuple):
     num_heads: int
     head_dim: int
     params: Tuple[int, int]  # of the convolution, of the attention
-    macs: Tuple[int, int]  # multiply-accumulates for one image, of the convolution, of the reparameterized attention
+    macs: Tuple[int, int]  # multiply-accumulates for one image: the convolution's, those of heads that attend
 
 
 class AttentionSummary(List[AttendedLayer]):

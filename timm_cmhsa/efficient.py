@@ -9,6 +9,7 @@ from typing import Final, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_function
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -45,6 +46,23 @@ def is_plain_linear(linear: nn.Module) -> bool:
         type(linear) is nn.Linear and type(linear.weight) in (nn.Parameter, torch.Tensor) and not is_watched(linear))
 
 
+@torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
+@register_notrace_function
+def fused_attention(
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_bias: torch.Tensor,
+        dropout_p: float,
+        scale: float,
+) -> torch.Tensor:
+    """Call PyTorch's fused attention, but not on a CPU where the bias learns: what it does then is slower."""
+    if attn_bias.requires_grad and attn_bias.device.type == 'cpu':
+        attn = ((q * scale) @ k.transpose(-2, -1) + attn_bias).softmax(dim=-1)
+        return (F.dropout(attn, dropout_p) if dropout_p > 0. else attn) @ v
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
+
+
 def chunked_attention(
         q: torch.Tensor,
         k: torch.Tensor,
@@ -63,7 +81,7 @@ def chunked_attention(
     assert chunk_size is not None
     def attend_from(q: torch.Tensor, start: int) -> torch.Tensor:
         attn_bias = rel_pos.gather_bias(start, start + q.shape[2])
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
+        return fused_attention(q, k, v, attn_bias, dropout_p, scale)
 
     chunks = [(q[:, :, start:start + chunk_size], start) for start in range(0, q.shape[2], chunk_size)]
     if torch.is_grad_enabled():
@@ -112,11 +130,11 @@ def multi_query_attention(
     keys = F.pad(F.pad(x, [0, key_dim - dim], value=1.), [0, 0, 0, 1]).unsqueeze(1)
     q = q.reshape(B, 1, N * num_heads, key_dim)
     attn_bias = attn_bias.transpose(1, 2).flatten(1, 2).unsqueeze(1)
-    if fused and not is_fused_slower(attn_bias):
-        x = F.scaled_dot_product_attention(q, keys, keys, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)
+    if fused:
+        x = fused_attention(q, keys, keys, attn_bias, dropout_p, scale)
     else:
-        attn = ((q * scale) @ keys.transpose(-2, -1) + attn_bias).softmax(dim=-1)
-        x = (F.dropout(attn, dropout_p) if dropout_p > 0. else attn) @ keys
+        attn = (q * scale) @ keys.transpose(-2, -1) + attn_bias
+        x = attn.softmax(dim=-1) @ keys
     return x.reshape(B, N, num_heads * key_dim)
 
 
@@ -141,11 +159,6 @@ class AbsorbedRelPosAttention(OnGrid, nn.Module):
         attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         fused = self.fused_attn and not is_onnx_export()
         return self.proj(multi_query_attention(self.query(x), x, attn_bias, scale=1., fused=fused))
-
-
-def is_fused_slower(attn_bias: torch.Tensor) -> bool:
-    """Return whether PyTorch would not fuse, but take a slower way: on a CPU, where the bias needs a gradient."""
-    return attn_bias.requires_grad and attn_bias.device.type == 'cpu'
 
 
 def is_onnx_export() -> bool:

@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 
 import torch
 import torch.nn.functional as F
+from timm.models import register_notrace_function
 from torch import nn
 
 from .rel_pos import Grid, Mask
@@ -96,6 +97,15 @@ def head_factors(qkv: nn.Linear, proj: nn.Linear, num_heads: int, heads: List[in
     return Factors(value, bias, proj.weight.view(proj.out_features, num_heads, -1)[:, heads].flatten(1))
 
 
+@torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
+@register_notrace_function
+def check_no_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+    """Return x, or raise a ValueError if there is a mask, which shifts would ignore."""
+    if attn_mask is not None or is_causal:
+        raise ValueError('Heads that are computed as shifts have no attention to mask: use the model as attention.')
+    return x
+
+
 class ShiftedHeads(nn.Module):
     """Heads that are shifts: (B, N, dim) to (B, N, dim_out). The weights are the caller's.
 
@@ -145,7 +155,8 @@ class ShiftedHeads(nn.Module):
         moved: List[torch.Tensor] = []
         inside: List[torch.Tensor] = []
         start = 0
-        for shift, width in zip(self.shifts, self.widths):
+        for i, shift in enumerate(self.shifts):
+            width = self.widths[i]
             moved.append(shift(values[..., start:start + width] if width > 0 else x))
             inside.append(shift(ones))
             start += width
@@ -199,8 +210,7 @@ class ShiftedAttention(nn.Module):
             self.rest.set_grid_size(grid_size)
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-        if attn_mask is not None or is_causal:
-            raise ValueError('Heads computed as shifts have no attention to mask: use the model before this.')
+        x = check_no_mask(x, attn_mask, is_causal)
         out = self.heads(x, self.value, self.output, self.shift_bias, self.bias)
         if self.rest is not None:
             out = out + self.rest(x)
