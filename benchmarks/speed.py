@@ -48,6 +48,13 @@ def as_in_the_paper(name: str) -> nn.Module:
     return model
 
 
+def as_shifts(phase1: str, name: str) -> nn.Module:
+    """Convert a phase-1 model: every head is a shift, and computed as such."""
+    model = timm_cmhsa.convert_model(timm.create_model(phase1), name)
+    model.set_hard_attn()
+    return model
+
+
 def create(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
     return partial(timm.create_model, name, **kwargs)
 
@@ -64,6 +71,10 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     'cmhsa_attn_16x96': create('cmhsa_attn_16x96'),
     'cmhsa_attn, 22 heads of 96': create('cmhsa_attn', num_heads=22, head_dim=96),
     'cmhsa_attn, 20 heads of 64': create('cmhsa_attn', num_heads=20, head_dim=64),
+    'cmhsa_attn_soft_20x96': create('cmhsa_attn_soft_20x96'),
+    'cmhsa_attn after k5, shifts': partial(as_shifts, 'cmhsa_conv_k5', 'cmhsa_attn'),
+    'cmhsa_attn_16x96 after k3, shifts': partial(as_shifts, 'cmhsa_conv_k3', 'cmhsa_attn_16x96'),
+    'cmhsa_attn_16x96 after k5, shifts': partial(as_shifts, 'cmhsa_conv_k5', 'cmhsa_attn_16x96'),
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length
@@ -72,6 +83,10 @@ TWO_PHASES = {  # of equal length
     'two phases, k3, 16 x 96': ('cmhsa_conv_k3', 'cmhsa_attn_16x96'),
     'two phases, k5, 16 x 96': ('cmhsa_conv_k5', 'cmhsa_attn_16x96'),
     'two phases, k5, 22 x 96': ('cmhsa_conv_k5', 'cmhsa_attn, 22 heads of 96'),
+    'two phases, k5, 20 x 96 soft': ('cmhsa_conv_k5', 'cmhsa_attn_soft_20x96'),
+    'two phases, k5, 9 x 768 as shifts': ('cmhsa_conv_k5', 'cmhsa_attn after k5, shifts'),
+    'two phases, k3, 16 x 96 as shifts': ('cmhsa_conv_k3', 'cmhsa_attn_16x96 after k3, shifts'),
+    'two phases, k5, 16 x 96 as shifts': ('cmhsa_conv_k5', 'cmhsa_attn_16x96 after k5, shifts'),
 }
 
 
@@ -253,8 +268,8 @@ def inference_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callabl
 def operations(title: str, phase: str, batch_size: int) -> int:
     """Return the floating-point operations of the matrix products and convolutions of a step."""
     training = phase == 'training'
-    with torch.device('meta'):
-        model, images = create_for(title, phase), torch.randn(batch_size, 3, 224, 224)
+    model = create_for(title, phase).to('meta')  # what it computes may depend on its weights, so it has some first
+    images = torch.randn(batch_size, 3, 224, 224, device='meta')
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.set_grad_enabled(training):
         logits = model(images)
         if training:
