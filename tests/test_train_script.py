@@ -120,6 +120,24 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
     assert absorbed['param_count'] < best['param_count']
 
 
+@pytest.mark.parametrize('extra', [[], ['--torchcompile'], ['--amp', '--amp-dtype', 'bfloat16', '--model-ema']])
+def test_phase2_as_shifts(digits, phase1, tmp_path, extra):
+    """The result is a checkpoint of attention, as good as when it was trained as shifts."""
+    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', images=digits / 'validation')
+    before = validate(digits, ATTN, tmp_path / 'phase2.safetensors')
+    as_shifts = ['--model-kwargs', 'img_size=16', 'hard_attn=True', '--epochs', 2]
+    train(digits, tmp_path / 'run', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', *as_shifts, *extra)
+    with open(tmp_path / 'run' / 'summary.csv') as f:
+        top1 = float(list(csv.DictReader(f))[-1]['eval_top1'])
+    last = tmp_path / 'run' / 'last.pth.tar'
+    after = validate(digits, ATTN, last)
+    assert after['top1'] > before['top1']
+    if '--model-ema' not in extra:
+        assert after['top1'] == pytest.approx(top1, abs=0.5 if extra else 1e-3)
+    assert validate(digits, ATTN, last, '--reparam')['param_count'] < 0.7 * after['param_count']
+    train(digits, tmp_path / 'attention', ATTN, '--resume', last, '--no-resume-opt', '--epochs', 3)
+
+
 @pytest.mark.parametrize('model', [CONV, ATTN])
 @pytest.mark.parametrize('extra', [
     ['--amp', '--amp-dtype', 'bfloat16'],
@@ -188,15 +206,17 @@ def final_metrics(output):
         return {key: float(value) for key, value in list(csv.DictReader(f))[-1].items()}
 
 
-@pytest.mark.parametrize(('model', 'module'), [(CONV, []), (ATTN, ['-m', 'timm_cmhsa'])])
-def test_two_processes(digits, tmp_path, model, module):
+@pytest.mark.parametrize(('model', 'module', 'model_kwargs'), [
+    (CONV, [], []), (ATTN, ['-m', 'timm_cmhsa'], []), (ATTN, [], ['hard_attn=True'])])
+def test_two_processes(digits, tmp_path, model, module, model_kwargs):
     """Both end with the same weights, repeated augmentations included."""
     launcher = tmp_path / 'launcher.py'
     launcher.write_text(LAUNCHER)
     stdout = run(
         '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *module, launcher, CLONE / 'train.py',
         tmp_path, *options(
-            digits, tmp_path / 'run', model, '-b', 25, '--aug-repeats', 3, '--drop-path', 0.1, '--device', DDP_DEVICE))
+            digits, tmp_path / 'run', model, '--model-kwargs', 'img_size=16', *model_kwargs, '-b', 25,
+            '--aug-repeats', 3, '--drop-path', 0.1, '--device', DDP_DEVICE))
     assert 'Process 0, total 2' in stdout
     assert not re.search(r'unused|find_unused_parameters|Grad strides|UserWarning', stdout), stdout
     first, second = (torch.load(tmp_path / f'rank{rank}.pth', map_location='cpu') for rank in range(2))
