@@ -20,8 +20,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_state_dict, patchify
+from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_model, convert_state_dict, patchify
 from timm_cmhsa.efficient import AbsorbedRelPosAttention
+from timm_cmhsa.shifts import ShiftedAttention
 
 DEVICE = os.environ.get('TORCH_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='needs a CUDA GPU')
@@ -75,15 +76,22 @@ def test_rewrite_is_exact(dtype, head_dim, fused):
             assert relative_error(attn.train(training)(patchify(images, 16)), expected) <= TOLERANCE[dtype]
 
 
-@pytest.fixture(params=['wide', 'absorbed', 'thin'])
+@pytest.fixture(params=['wide', 'absorbed', 'thin', 'trained as shifts', 'fused as shifts'])
 def models(fused, request):
     """Return a phase-1 model and what it is converted to."""
+    if request.param not in ('wide', 'thin'):
+        conv_model = timm.create_model('cmhsa_conv_k5', num_classes=10, depth=3).to(DEVICE).eval()
+        attn_model = convert_model(conv_model, peak=0.75 if request.param == 'absorbed' else None)
+        if request.param == 'trained as shifts':
+            attn_model.set_hard_attn()
+            return conv_model, attn_model
+        return conv_model, reparameterize_model(attn_model)
     name = 'cmhsa_attn_16x96' if request.param == 'thin' else 'cmhsa_attn'
     heads = dict(num_heads=16, head_dim=96) if request.param == 'thin' else {}
     conv_model, attn_model = (
         timm.create_model(name, num_classes=10, depth=3).to(DEVICE).eval() for name in ('cmhsa_conv_k5', name))
     attn_model.load_state_dict(convert_state_dict(conv_model.state_dict(), **heads))
-    return conv_model, reparameterize_model(attn_model) if request.param == 'absorbed' else attn_model
+    return conv_model, attn_model
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF])
@@ -212,7 +220,7 @@ def test_every_parameter_learns_by_amp(name, dtype):
 def test_converted_model_learns_by_amp(models, dtype):
     """All but what one-hot attention gives too small a gradient."""
     model = models[1]
-    if isinstance(model.blocks[0].attn, AbsorbedRelPosAttention):
+    if isinstance(model.blocks[0].attn, (AbsorbedRelPosAttention, ShiftedAttention)):
         pytest.skip('has no weights to train')
     images = torch.randn(4, 3, 224, 224, device=DEVICE)
     train_by_amp(model, images, dtype, but=('rel_pos', 'attn.qkv'))
@@ -285,6 +293,13 @@ def test_compile(name, training):
 def test_compile_absorbed():
     model, x = create('cmhsa_attn')
     check_compiled(reparameterize_model(model), x, training=False)
+
+
+@pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
+def test_compile_shifts(training):
+    model = convert_model(create('cmhsa_conv_k5')[0], 'cmhsa_attn_16x96')
+    model.set_hard_attn()
+    check_compiled(model if training else reparameterize_model(model.eval()), create('cmhsa_conv_k5')[1], training)
 
 
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
