@@ -306,6 +306,30 @@ def test_a_filesystem_without_links(tmp_path):
     assert content(tmp_path) == {'out.pth': b'first'}
 
 
+def test_a_filesystem_without_links_keeps_no_empty_file(tmp_path):
+    def hook(event, args):
+        if event == 'os.link':
+            raise PermissionError(1, 'Operation not permitted')
+        if event == 'os.rename':
+            raise KeyboardInterrupt
+
+    assert run(write, tmp_path / 'out.pth', 'first', False, hook=hook)[0] == 130
+    assert content(tmp_path) == {}
+
+
+def test_a_temporary_folder_that_another_run_took_for_a_leftover(tmp_path):
+    """It has no lock for a moment, in which it can be removed."""
+    taken = []
+
+    def hook(event, args):
+        if event == 'fcntl.flock' and not taken:
+            taken.extend(tmp_path.glob('.timm_cmhsa-*'))
+            taken[0].rmdir()
+
+    assert run(write, tmp_path / 'out', 'first', hook=hook)[0] == 0
+    assert content(tmp_path) == {'out': {'model.safetensors': b'first', 'config.json': b'first'}}
+
+
 @pytest.mark.parametrize('kind', ['fifo', 'socket', 'circle', 'long', 'other kind'])
 @pytest.mark.parametrize('name', ['out.pth', 'out'])
 def test_destinations_that_nothing_can_replace(kind, name, src, tmp_path, capsys):
