@@ -242,6 +242,11 @@ def test_the_tolerance_is_the_callers():
             fuse_shifts(model, tolerance=tolerance)
 
 
+def test_a_layer_alone_cannot_be_replaced_in_place():
+    with pytest.raises(ValueError, match='is an attention layer itself'):
+        fuse_shifts(converted().blocks[0].attn)
+
+
 def test_shifts_cannot_be_masked():
     fused = reparameterize_model(converted())
     with pytest.raises(ValueError, match='no attention to mask'):

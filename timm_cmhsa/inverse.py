@@ -60,11 +60,14 @@ def fuse_shifts(
         A report for every layer. Bounds hold in exact arithmetic, rounding comes on top.
 
     Raises:
-        ValueError: If the model has no attention layer of this package, or the tolerance is not between 0 and 1.
+        ValueError: If the model has no attention layer of this package or is one itself, or the tolerance is not
+            between 0 and 1.
     """
     if not 0 < tolerance < 1:
         raise ValueError(f'{tolerance=} must be between 0 and 1.')
     layers = attention_layers(model)
+    if '' in layers:
+        raise ValueError(f'{type(model).__name__} is an attention layer itself: call its fuse(), or give its model.')
     norms: Dict[int, Any] = {id(module.attn): module.norm1 for module in model.modules()
              if hasattr(module, 'attn') and hasattr(module, 'norm1')}
     winners = {name: bias_winners(layer.rel_pos) for name, layer in layers.items()}
