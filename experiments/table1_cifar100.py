@@ -1,7 +1,7 @@
 """Table 1 of the paper at the paper's scale, on CIFAR-100: python experiments/table1_cifar100.py --timm TIMM
 
 Drives `train.py` and `validate.py` of TIMM, a clone of pytorch-image-models, through the recipes in examples/cifar100;
-see the README there. (benchmarks/speed.py measures the training times.)
+see docs/cifar100.md. (benchmarks/speed.py measures the training times.)
 
 The output folder gets the table. What was stopped goes on where it stopped.
 """

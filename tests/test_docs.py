@@ -1,14 +1,250 @@
-"""What the documentation names is there."""
+"""What the documentation names is there, and what it shows runs: README.md and docs/."""
+import argparse
+import contextlib
+import glob
+import inspect
+import io
+import os
 import re
+import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+import timm
+import torch
+from PIL import Image
+
+import timm_cmhsa
+from timm_cmhsa import cli
+
 ROOT = Path(__file__).parents[1]
+DOCS = ROOT / 'docs'
+PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding='utf-8')
+         for path in sorted([ROOT / 'README.md', *DOCS.rglob('*.md')])}
+COMMANDS = {
+    'convert_checkpoint': (cli.convert_main, cli._convert_parser()[0]),
+    'plot_attention': (cli.plot_main, cli._plot_parser()),
+}
+SHELL = re.compile(r'^```bash\n(.*?)^```$', re.M | re.S)
+INLINE = re.compile(r'`([^`]+)`')
+
+
+def commands(text):
+    """Return the commands of the shell blocks of a page, and those in its text, as lists of words."""
+    lines = [line for block in SHELL.findall(text) for line in block.replace('\\\n', ' ').splitlines()]
+    variables = {}
+    for line in lines:
+        for name, value in variables.items():
+            line = line.replace(f'${name}', value)
+        words = shlex.split(line, comments=True)
+        if len(words) == 1 and '=' in words[0]:
+            variables.update([words[0].split('=', 1)])
+        elif words:
+            yield words
+    prose = re.sub(r'^```.*?^```$', '', text, flags=re.M | re.S)
+    for line in INLINE.findall(prose):
+        if re.match(r'(python (examples|experiments|benchmarks)/|convert_checkpoint |plot_attention )', line):
+            yield line.split()
+
+
+# What is named is there
 
 
 def test_every_test_that_the_theory_names_is_there():
-    named = re.findall(r'`(test_\w+\.py)?::(\w+)`', (ROOT / 'docs' / 'theory.md').read_text(encoding='utf-8'))
+    named = re.findall(r'`(test_\w+\.py)?::(\w+)`', PAGES['docs/theory.md'])
     assert len(named) > 15
     file = ''
     for told, name in named:
         file = told or file  # the same as before, where it is left out
         assert f'\ndef {name}(' in (ROOT / 'tests' / file).read_text(encoding='utf-8'), (file, name)
+
+
+def test_the_reference_has_every_public_name_and_every_model():
+    names = {name for name, value in vars(timm_cmhsa).items()
+             if getattr(value, '__module__', '').startswith('timm_cmhsa') and not inspect.ismodule(value)}
+    assert {'convert_model', 'fuse_shifts', 'HubError'} < names
+    assert names <= set(re.findall(r'^::: timm_cmhsa\.(\w+)$', PAGES['docs/reference/python.md'], re.M))
+    models = {*timm.list_models('cmhsa_*'), *timm.list_models('pixel_attn_*')}
+    assert models == set(re.findall(r'^        - (\w+)$', PAGES['docs/reference/models.md'], re.M))
+    assert all(f'`{name}`' in PAGES['docs/models.md'] for name in models)
+
+
+def options_table(parser):
+    """Return what a command takes, in Markdown."""
+    rows = ['| option | |', '|---|---|']
+    for action in parser._actions:
+        if isinstance(action, (argparse._HelpAction, argparse._VersionAction)):
+            continue
+        metavar = action.metavar or (action.choices and '{' + ','.join(action.choices) + '}') or ''
+        metavar = ' '.join(metavar) if isinstance(metavar, tuple) else metavar
+        name = ' '.join([*action.option_strings[-1:], metavar]).strip()
+        help_text = (action.help % dict(default=action.default)).replace('|', '\\|').replace('<', '&lt;')
+        rows.append(f'| `{name}` | {help_text} |')
+    return '\n'.join(rows)
+
+
+@pytest.mark.parametrize('name', COMMANDS)
+def test_the_reference_has_every_option(name):
+    section = PAGES['docs/reference/commands.md'].split(f'## {name}\n')[1].split('\n## ')[0]
+    assert options_table(COMMANDS[name][1]) in section, f'expected:\n{options_table(COMMANDS[name][1])}'
+
+
+def test_the_readme_is_short_and_its_links_work_anywhere():
+    """PyPI shows it too, where relative links lead nowhere."""
+    readme = PAGES['README.md']
+    assert len(readme.splitlines()) <= 180
+    repository, = re.findall(r'^Repository = "(.+)"$', (ROOT / 'pyproject.toml').read_text(), re.M)
+    links = re.findall(r'\]\(([^)#]+)', readme)
+    assert all(link.startswith('https://') for link in links), links
+    for name, text in {**PAGES, 'mkdocs.yml': (ROOT / 'mkdocs.yml').read_text()}.items():
+        for link in re.findall(r'https://github\.com/[^/]+/timm_cmhsa[^\s)#"]*', text):
+            assert link.startswith(repository), name
+            path = re.sub(r'^/(blob|tree|raw)/main', '', link.removeprefix(repository)).lstrip('/')
+            assert path in LATER or (ROOT / path).exists(), f'{name}: {link}'
+
+
+LATER = ('CONTRIBUTING.md',)  # named before it is there
+
+
+# What is shown runs
+
+SMALLER = {  # instead of what would be large, or downloaded
+    r'cmhsa_conv_k\d\w*': 'test_cmhsa_conv_k3', r'cmhsa_attn_16x\w+': 'test_cmhsa_attn',
+    r"'pixel_attn_quadratic_gen'": "'test_pixel_attn', rel_pos='quadratic_gen'",
+    r"'resnet18', pretrained=True": "'resnet18'",
+    r'USER/(?=NAME|PHASE1)': 'alice/'}
+
+
+@pytest.fixture
+def workplace(tmp_path, monkeypatch):
+    """A folder with the files that the pages speak of, small."""
+    def save(path, name, **kwargs):
+        path = tmp_path / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        model = timm.create_model(name, **kwargs)
+        args = argparse.Namespace(model=name, model_kwargs=kwargs)
+        torch.save(dict(epoch=1, arch=name, state_dict=model.state_dict(), args=args), path)
+
+    save('output/train/phase1/model_best.pth.tar', 'test_cmhsa_conv_k3', num_classes=3)
+    save('output/train/conv_k5/last.pth.tar', 'test_cmhsa_conv_k3', num_classes=3)
+    save('output/train/digits1/model_best.pth.tar', 'test_cmhsa_conv_k3', img_size=16, num_classes=3)
+    for epoch in range(2):
+        save(f'output/train/quadratic/checkpoint-{epoch}.pth.tar', 'test_pixel_attn')
+    save('output/train/quadratic_gen/last.pth.tar', 'test_pixel_attn', rel_pos='quadratic_gen')
+    for name in ('cat', 'dog', 'horse'):
+        (tmp_path / 'DIR' / 'validation' / name).mkdir(parents=True)
+        Image.linear_gradient('L').convert('RGB').save(tmp_path / 'DIR' / 'validation' / name / '1.png')
+    (tmp_path / 'labels.txt').write_text('cat\ndog\nhorse\n')
+    (tmp_path / 'results.json').write_text('{"top1": 96.7, "top5": 99.9}')
+    monkeypatch.chdir(tmp_path)
+
+
+SLOW = ('docs/attention.md', 'docs/pixels.md')  # they draw
+
+
+@pytest.mark.parametrize('page', [
+    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name, text in PAGES.items()
+    if re.search(f'^```python|^{"|^".join(COMMANDS)}', text, re.M)])
+def test_what_a_page_shows_runs(page, workplace, hub):
+    """Its Python, and its commands of this package, in their order."""
+    text, names = PAGES[page], {}
+    for language, block in re.findall(r'^```(python|bash)\n(.*?)^```$', text, re.M | re.S):
+        for large, small in SMALLER.items():
+            block = re.sub(large, small, block)
+        if language == 'python':
+            with contextlib.redirect_stdout(io.StringIO()) as printed:
+                exec(compile(block, page, 'exec'), names)
+            assert 'attention_summary' not in block or printed.getvalue() in text
+            continue
+        for name, *arguments in commands(f'```bash\n{block}```\n'):
+            if name in COMMANDS:
+                paths = [path for word in arguments for path in sorted(glob.glob(word)) or [word]]
+                assert COMMANDS[name][0](paths) == 0, (name, arguments)
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_scripts_and_options_that_a_page_names_are_there(page, monkeypatch, capsys):
+    """Other tests run the scripts."""
+    for words in commands(PAGES[page]):
+        words = [word for word in words if not re.match(r'[A-Z]+=', word)]
+        words = words[:words.index('--')] if '--' in words else words
+        if words[0] in COMMANDS:
+            known = COMMANDS[words[0]][1]._option_string_actions
+        elif words[0] == 'python' and words[1].startswith(('examples/', 'experiments/', 'benchmarks/')):
+            known = help_text(ROOT / words[1], monkeypatch, capsys)
+        else:
+            continue
+        options = {word.split('=')[0] for word in words if word.startswith('--')}
+        assert all(option in known for option in options), words
+
+
+def help_text(script, monkeypatch, capsys):
+    with monkeypatch.context() as patch, contextlib.suppress(SystemExit):
+        patch.setattr(sys, 'argv', [script.name, '--help'])
+        patch.syspath_prepend(script.parent)
+        runpy.run_path(str(script), run_name='__main__')
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize('page', PAGES)
+def test_extras_and_files_of_shell_commands_are_there(page):
+    for words in commands(PAGES[page]):
+        for word in words:
+            if match := re.match(r'\.\[(\w+)\]$', word):
+                assert f'\n{match[1]} = [' in (ROOT / 'pyproject.toml').read_text(), words
+            if re.match(r'(examples|experiments|benchmarks|tests)/', word):
+                assert (ROOT / word).exists(), words
+
+
+# timm's own scripts
+
+CLONE = os.environ.get('TIMM_CLONE')
+needs_clone = pytest.mark.skipif(CLONE is None, reason="needs timm's scripts: see test_train_script.py")
+
+
+@pytest.mark.slow
+@needs_clone
+def test_options_of_timms_scripts_are_there():
+    texts = {}
+    for page, text in PAGES.items():
+        for words in commands(text):
+            scripts = [i for i, word in enumerate(words) if word.startswith('pytorch-image-models/')]
+            if not scripts or '.py' not in words[scripts[0]]:
+                continue
+            name = words[scripts[0]].split('/')[1]
+            if name not in texts:
+                texts[name] = subprocess.run(
+                    [sys.executable, Path(CLONE) / name, '--help'], capture_output=True, text=True, check=True).stdout
+            for word in words[scripts[0]:]:
+                if word.startswith('--') and word != '--config':  # which train.py reads before the others
+                    assert re.search(rf'{re.escape(word.split("=")[0])}(?![\w-])', texts[name]), (page, word)
+
+
+@pytest.mark.slow
+@needs_clone
+@pytest.mark.parametrize('heading', ['Both phases', 'On the digits, on a CPU'])
+def test_training_on_own_images(heading, tmp_path):
+    """The commands of the page in their order, with small models and one epoch."""
+    text = PAGES['docs/train.md'].split(f'## {heading}\n')[1].split('\n## ')[0]
+    text = text.replace('cmhsa_attn_16x96', 'test_cmhsa_attn')
+    for name in ('examples', 'experiments'):
+        (tmp_path / name).symlink_to(ROOT / name)
+    (tmp_path / 'pytorch-image-models').symlink_to(Path(CLONE).resolve())
+    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+
+    def run(*words):
+        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, 'PATH': path}, capture_output=True, text=True)
+        assert done.returncode == 0, f'{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}'
+
+    run('python', 'examples/digits.py', 'DIR', '--num-train', '160')
+    for words in commands(text):
+        last = ['--device', 'cpu', '--workers', '1'] if 'pytorch-image-models' in ' '.join(words) else []
+        if 'pytorch-image-models/train.py' in words:
+            last += ['--epochs', '1', '--warmup-epochs', '0', '--batch-size', '32']
+            last += [] if '--model' in words else [
+                '--model', 'test_cmhsa_conv_k3' if 'phase1' in words else 'test_cmhsa_attn']
+        run(*words, *last)
+    assert len(list(tmp_path.glob('output/train/*/model_best.pth.tar'))) == 2

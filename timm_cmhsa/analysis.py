@@ -15,19 +15,33 @@ ATTENTION_LAYERS = (RelPosAttention, PositionalAttention)
 
 
 class AttentionMaps(NamedTuple):
-    """Where one layer looks."""
-    weights: torch.Tensor  # (B, num_heads, N, N): from every query patch to every key patch
-    zero_key: Optional[torch.Tensor]  # (B, num_heads, N): the weight of the zero key, where the layer has one
-    grid_size: Tuple[int, int]  # (h, w) with h * w = N
+    """Where one layer looks.
+
+    Attributes:
+        weights: From every query patch to every key patch: (B, num_heads, N, N).
+        zero_key: The weight of the zero key, where the layer has one: (B, num_heads, N).
+        grid_size: (h, w) with h * w = N.
+    """
+    weights: torch.Tensor
+    zero_key: Optional[torch.Tensor]
+    grid_size: Tuple[int, int]
 
 
 class HeadStatistics(NamedTuple):
-    """How much like one tap of a convolution a head is. Offsets are key minus query, in patches, (row, column)."""
-    best_offset: Tuple[int, int]  # the one that gets most weight
-    best_weight: float  # its mean over the queries for which it lies in the image; 1 for a convolution
-    center: Tuple[float, float]  # mean offset of what the head looks at, over all queries
-    distance: float  # of this centre from the query, patches
-    entropy: float  # of the weights, nats, mean over queries: 0 for a single patch, ln(N) for all alike
+    """How much like one tap of a convolution a head is. Offsets are key minus query, in patches, (row, column).
+
+    Attributes:
+        best_offset: The one that gets most weight.
+        best_weight: Its mean over the queries for which it lies in the image; 1 for a convolution.
+        center: Mean offset of what the head looks at, over all queries.
+        distance: Of this centre from the query, patches.
+        entropy: Of the weights, nats, mean over queries: 0 for a single patch, ln(N) for all alike.
+    """
+    best_offset: Tuple[int, int]
+    best_weight: float
+    center: Tuple[float, float]
+    distance: float
+    entropy: float
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:

@@ -177,21 +177,36 @@ def convert_state_dict(
 
 
 class LayerReport(NamedTuple):
-    """How well one attention layer replaces its convolution."""
+    """How well one attention layer replaces its convolution.
+
+    Attributes:
+        name: Of the layer in the model.
+        heads_used: Heads that express the convolution.
+        num_heads: All heads.
+        error: Largest, relative to the convolution's largest output.
+        rms_error: Root mean square, relative to that of the convolution's output.
+    """
     name: str
     heads_used: int
     num_heads: int
-    error: float  # largest, relative to the convolution's largest output
-    rms_error: float  # root mean square, relative to that of the convolution's output
+    error: float
+    rms_error: float
 
 
 @dataclass
 class Verification:
-    """How well a phase-2 model replaces its phase-1 source."""
+    """How well a phase-2 model replaces its phase-1 source.
+
+    Attributes:
+        layers: One report for each.
+        logits_error: Largest, relative to the source's largest logit.
+        logits_rms_error: Root mean square, relative to that of the source's logits.
+        top1_agreement: Share of the images.
+    """
     layers: List[LayerReport]
-    logits_error: float  # largest, relative to the source's largest logit
-    logits_rms_error: float  # root mean square, relative to that of the source's logits
-    top1_agreement: float  # share of the images
+    logits_error: float
+    logits_rms_error: float
+    top1_agreement: float
 
     @property
     def max_error(self) -> float:

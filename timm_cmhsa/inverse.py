@@ -14,15 +14,27 @@ from .patches import Size2d
 
 
 class ShiftReport(NamedTuple):
-    """What became of one attention layer. Leaks are shares of attention that shifts gave to other patches, at most."""
+    """What became of one attention layer.
+
+    Attributes:
+        name: Of the layer in the model.
+        num_heads: All heads.
+        num_proved: Heads that are shifts for any image.
+        num_measured: Heads that are shifts for the given images.
+        leak: Largest share of its attention that a shift gave to other patches; proved where there is a proof, else
+            measured.
+        bound: Of the error of an output token, as a vector; inf if any head was measured only, or there is no norm.
+        error: Largest of an output token, as a vector, for the given images.
+        rel_error: The same relative to the largest output token.
+    """
     name: str
     num_heads: int
-    num_proved: int  # heads that are shifts for any image
-    num_measured: int  # heads that are shifts for the given images
-    leak: float  # proved where there is a proof, else measured
-    bound: float  # of the error of an output token, as a vector; inf if any head was measured only, or there is no norm
-    error: Optional[float]  # largest of an output token, as a vector, for the given images
-    rel_error: Optional[float]  # the same relative to the largest output token
+    num_proved: int
+    num_measured: int
+    leak: float
+    bound: float
+    error: Optional[float]
+    rel_error: Optional[float]
 
 
 class ShiftReports(List[ShiftReport]):
@@ -144,9 +156,14 @@ def _outputs(
 
 
 class Conv2dResult(NamedTuple):
-    """A convolution, and how far the attention is from it."""
+    """A convolution, and how far the attention is from it.
+
+    Attributes:
+        conv: The convolution.
+        residual: Of all weights and biases, relative to them, as root mean squares; 0 if nothing is missed.
+    """
     conv: nn.Conv2d
-    residual: float  # of all weights and biases, relative to them, as root mean squares; 0 if nothing is missed
+    residual: float
 
 
 @torch.no_grad()
