@@ -18,19 +18,34 @@ TRAIN_OPTIONS = ('img_size', 'in_chans', 'num_classes', 'global_pool')  # of tra
 
 @dataclass
 class ConversionReport(Verification):
-    """What a conversion did and how exact it is."""
+    """What a conversion did and how exact it is.
+
+    Attributes:
+        architecture: Registered model that it was converted to.
+        model_args: Its arguments for `timm.create_model`.
+        img_size_source: Where the image size is from.
+        assumed: Arguments of the source that tensors do not tell, and nothing else did.
+        rounding_error: By which the type asked for changes the source, relative to its largest logit.
+        sharpness: Bias of the wanted offset in a one-hot head.
+        peak: Weight of its own offset in a soft head.
+        approximate: Whether it is, for want of heads.
+        num_random_images: Random images that it was verified on.
+        num_real_images: Images of the user's, likewise.
+        source: What was converted, for the model card.
+        training: How that had been trained, as far as it tells.
+    """
     architecture: str
-    model_args: Dict[str, Any]  # for `timm.create_model`
+    model_args: Dict[str, Any]
     img_size_source: str
-    assumed: Dict[str, Any]  # arguments of the source that tensors do not tell, and nothing else did
-    rounding_error: Optional[float]  # by which the type asked for changes the source, relative to its largest logit
+    assumed: Dict[str, Any]
+    rounding_error: Optional[float]
     sharpness: float
-    peak: Optional[float]  # weight of its own offset in a soft head
-    approximate: bool  # for want of heads
+    peak: Optional[float]
+    approximate: bool
     num_random_images: int
     num_real_images: int
-    source: Dict[str, str]  # what was converted, for the model card
-    training: Dict[str, str]  # how that had been trained, as far as it tells
+    source: Dict[str, str]
+    training: Dict[str, str]
 
     @property
     def construction(self) -> str:
