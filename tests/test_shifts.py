@@ -14,6 +14,7 @@ from timm_cmhsa import attention_to_conv2d, conv2d_to_attention, fuse_shifts, pa
 from timm_cmhsa.analysis import attention_maps
 from timm_cmhsa.attention import RelPosAttention
 from timm_cmhsa.certificates import bias_winners, proved_leaks
+from timm_cmhsa.cmhsa import CmhsaBlock
 from timm_cmhsa.shifts import BORDERS, Shift, ShiftedAttention, TokenShift
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -51,7 +52,7 @@ def convolutions(draw):
     groups = draw(st.sampled_from([1, 2]))
     circular = draw(st.booleans())
     patch = draw(st.sampled_from([2, 4])), 2 * draw(st.integers(1, 2))
-    grid = draw(st.tuples(*[st.integers(2, 4)] * 2))
+    grid = draw(st.tuples(*[st.integers(1, 4)] * 2))
     padding = dilation * (kernel - 1) // 2
     assume(not circular or all(padding <= p * g for p, g in zip(patch, grid)))
     torch.manual_seed(draw(st.integers(0, 100)))
@@ -73,7 +74,8 @@ def test_a_rewritten_convolution_is_shifts_and_the_same_convolution_again(case):
     torch.testing.assert_close(fused(tokens), attn(tokens), atol=1e-12, rtol=0)
     back, residual = attention_to_conv2d(attn, patch, conv.stride)
     assert residual < 1e-12
-    assert back.kernel_size <= tuple(d * (k - 1) + 1 for d, k in zip(conv.dilation, conv.kernel_size))
+    if conv.padding_mode == 'zeros':  # around a single patch there is a larger one that does the same
+        assert back.kernel_size <= tuple(d * (k - 1) + 1 for d, k in zip(conv.dilation, conv.kernel_size))
     torch.testing.assert_close(back(images), conv(images), atol=1e-12, rtol=0)
 
 
@@ -150,7 +152,7 @@ def test_no_certificate_is_violated(case, seed):
     left, _, right = torch.linalg.svd(query.transpose(-2, -1) @ key)
     worst = torch.cat([left[..., 0], right[:, 0], -left[..., 0], -right[:, 0]])
     tokens = torch.cat([tokens, worst[torch.randint(len(worst), (8, num_tokens))]])
-    winners = bias_winners(attn.rel_pos)
+    winners = bias_winners(attn)
     leaks = proved_leaks(attn, winners, norm)
     maps = attention_maps(attn, norm(tokens))['']
     weights = torch.cat([maps.weights, maps.zero_key.unsqueeze(-1)], dim=-1)
@@ -158,17 +160,92 @@ def test_no_certificate_is_violated(case, seed):
         if shift is not None:
             at_shift = weights[:, head].gather(-1, shift.keys(attn.grid_size).expand(len(tokens), -1).unsqueeze(-1))
             assert (1 - at_shift).max() <= leaks[head] + 1e-6  # maps are in float32
-    block = nn.Module()
+    block = CmhsaBlock(8, num_heads=2).double().train()
     block.norm1, block.attn = norm, attn
-    block.forward = lambda x: block.attn(block.norm1(x))
-    expected = block(tokens)
+    expected = attn(norm(tokens))
     for tolerance in (1e-6, 0.3):
         fused = copy.deepcopy(block)
-        fused.forward = lambda x, fused=fused: fused.attn(fused.norm1(x))
         report, = fuse_shifts(fused, tokens, tolerance)
         assert report.leak <= tolerance
         assert report.error is None or report.error <= report.bound + 1e-12
-        assert (fused(tokens) - expected).norm(dim=-1).max() <= report.bound + 1e-12
+        error = (fused.attn.eval()(norm(tokens)) - expected).norm(dim=-1).max()
+        assert error <= report.bound + 1e-12
+
+
+@pytest.mark.parametrize('zero_key_wins', [False, True])
+def test_the_leak_is_attained(zero_key_wins):
+    """Two patches, and tokens and weights that make the scores as large as can be: the proof is not too large."""
+    attn = RelPosAttention(2, (1, 2), num_heads=1, head_dim=1).double().eval()
+    attn.rel_pos.point_head(0, [(0, 5)] if zero_key_wins else [(0, 1), (0, -1)], 20.)
+    attn.rel_pos.zero_key_bias.data.fill_(10. if zero_key_wins else -100.)
+    direction = torch.tensor([1., -1.]).double() / 2 ** 0.5
+    for linear in attn.qkv.weight.data[:2]:
+        linear.copy_(3 ** 0.5 * direction)
+    norm = nn.LayerNorm(2, eps=0.).double()
+    tokens = torch.tensor([[[1., -1.], [1., -1.] if zero_key_wins else [-1., 1.]]]).double()
+    maps = attention_maps(attn, norm(tokens))['']
+    zero_key = maps.zero_key.min().double() if zero_key_wins else maps.weights[0, 0, 0, 1].double()
+    leak, = proved_leaks(attn, bias_winners(attn), norm).tolist()
+    assert leak == pytest.approx(1 - zero_key.item(), rel=1e-3)
+
+
+def test_the_bound_of_the_output_is_attained():
+    """Values that are opposite to each other."""
+    attn = RelPosAttention(2, (1, 2), num_heads=1, head_dim=2).double().eval()
+    attn.rel_pos.point_head(0, [(0, 1), (0, -1)], 2.)
+    attn.rel_pos.zero_key_bias.data.fill_(-100.)
+    attn.qkv.weight.data[:2] = 0
+    attn.qkv.weight.data[4:] = attn.proj.weight.data[:] = torch.tensor([[1., -1.], [-1., 1.]]).double() / 2
+    block = CmhsaBlock(2, num_heads=1).double().eval()
+    block.norm1, block.attn = nn.LayerNorm(2, eps=0.).double(), attn
+    report, = fuse_shifts(block, torch.tensor([[[1., -1.], [-1., 1.]]]).double(), tolerance=0.5)
+    assert report.error == pytest.approx(report.bound, rel=1e-6)
+
+
+@pytest.mark.parametrize('norm', ['other class', 'hook', 'of two layers', 'none'])
+def test_only_a_plain_norm_before_the_attention_is_trusted(norm):
+    model = converted()
+    for block in model.blocks:
+        nn.init.normal_(block.attn.qkv.weight.data[:block.attn.attn_dim], std=1e-4)
+    block = model.blocks[0]
+    if norm == 'other class':
+        block.norm1 = type('Louder', (nn.LayerNorm,), {'forward': lambda self, x: 50 * super().forward(x)})(48)
+    elif norm == 'hook':
+        block.norm1.register_forward_hook(lambda norm, inputs, output: 50 * output)
+    elif norm == 'of two layers':
+        model.blocks[1].attn = block.attn
+    else:
+        block.norm1 = nn.Identity()
+    proved = [report.num_proved for report in fuse_shifts(model)]
+    assert proved == ([0, 9, 9] if norm == 'of two layers' else [0, 9, 9, 9])
+
+
+def test_adapters_stay():
+    class Adapter(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    for model, name in ((converted(), 'proj'), (converted(), 'qkv'), (timm.create_model('test_pixel_attn'), 'value')):
+        for block in model.eval().blocks:
+            if hasattr(block.attn.rel_pos, 'inv_std'):
+                block.attn.rel_pos.inv_std.data.fill_(9.)
+                block.attn.rel_pos.center.data.round_()
+            linear = getattr(block.attn, name)
+            setattr(block.attn, name, Adapter(linear.in_features, linear.out_features))
+        expected = model(IMAGES)
+        torch.testing.assert_close(reparameterize_model(model)(IMAGES), expected)
+        fuse_shifts(model, IMAGES)
+        torch.testing.assert_close(model(IMAGES), expected)
+
+
+def test_other_heads_stay_attention_at_the_callers_tolerance():
+    model = converted()
+    for block in model.blocks:
+        block.attn.rel_pos.point_head(0, [(-1, -1)], 25.)
+        block.attn.rel_pos.point_head(1, [(-1, 0)], 90.)
+    report = fuse_shifts(model, tolerance=1e-9)
+    assert [layer.num_proved for layer in report] == [1] * 4
+    assert not isinstance(model.blocks[0].attn.rest, ShiftedAttention)
 
 
 def test_pixel_models_and_their_borders():
@@ -189,7 +266,7 @@ def test_pixel_models_and_their_borders():
 @pytest.mark.parametrize('kwargs', [
     dict(), dict(head_dim=16), dict(num_heads=12), dict(rel_pos='quadratic'), dict(architecture='cmhsa_attn_soft')])
 def test_reparameterized_models_compute_the_same(kwargs):
-    """Also where other heads have learned, and for any number of images and any size."""
+    """Also where other heads have learned, and for any number of images."""
     model = converted(**kwargs)
     nn.init.trunc_normal_(model.blocks[0].attn.proj.weight, std=0.02)  # spare heads as well
     model = train_a_little(model)
@@ -199,10 +276,12 @@ def test_reparameterized_models_compute_the_same(kwargs):
     assert (fused.blocks[0].attn.rest is not None) == has_spare_heads
     for images in (IMAGES, IMAGES[:1], IMAGES[:0]):
         torch.testing.assert_close(fused(images), model(images), atol=2e-6, rtol=0)
-    for each in (model, fused):
-        each.set_input_size((40, 24))
+    with pytest.raises(ValueError, match='on a grid of 8 x 8 patches: set the input size before'):
+        fused.set_input_size((40, 24))
+    torch.testing.assert_close(fused(IMAGES), model(IMAGES), atol=2e-6, rtol=0)
+    model.set_input_size((40, 24))
     images = torch.randn(2, 3, 40, 24)
-    torch.testing.assert_close(fused(images), model(images), atol=2e-6, rtol=0)
+    torch.testing.assert_close(reparameterize_model(model)(images), model(images), atol=2e-6, rtol=0)
 
 
 def test_soft_heads_are_no_shifts():
@@ -300,12 +379,59 @@ def test_a_random_start_as_shifts_is_attention_as_well():
     torch.testing.assert_close(model(IMAGES), expected, atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize('name', ['cmhsa_attn', 'cmhsa_attn_16x96', 'cmhsa_attn_soft_patch4_32'])
+def test_registered_models_as_shifts(name):
+    model = timm.create_model(name, hard_attn=True, depth=1, num_classes=0).eval()
+    images = torch.randn(1, *model.pretrained_cfg['input_size'])
+    expected = model(images)
+    model.set_hard_attn(False)
+    torch.testing.assert_close(model(images), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_what_is_refused_leaves_the_model_as_it_was():
+    model = converted()
+    model.blocks[2].attn.rel_pos.point_head(0, [(0, 0)], 1.)
+    with pytest.raises(ValueError, match='1 of 9 heads do not'):
+        model.set_hard_attn()
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert [block.attn.shifted for block in model.blocks] == [None] * 4
+    hard = timm.create_model('test_cmhsa_attn', hard_attn=True)
+    with pytest.raises(ValueError, match='1 of 9 heads do not'):
+        hard.load_state_dict(model.state_dict())
+    assert not hard.hard_attn
+    torch.testing.assert_close(hard.eval()(IMAGES), model(IMAGES))
+
+
+def test_a_smaller_grid_forgets_offsets():
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True, img_size=64, num_heads=30).eval()
+    for size in (8, 64):
+        model.set_input_size(size)
+    images = torch.randn(1, 3, 64, 64)
+    attention = timm.create_model('test_cmhsa_attn', img_size=64, num_heads=30).eval()
+    attention.load_state_dict(model.state_dict())
+    torch.testing.assert_close(attention(images), model(images))
+
+
+def test_heads_without_an_output():
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True).eval()
+    nn.init.zeros_(model.blocks[0].attn.proj.weight)
+    model.set_hard_attn()
+    expected = model(IMAGES)
+    torch.testing.assert_close(reparameterize_model(model)(IMAGES), expected)
+    model.blocks[1].attn.keep_heads([0, 1])
+    assert model(IMAGES).isfinite().all()
+
+
 def test_heads_that_are_no_shifts_are_refused():
     model = timm.create_model('test_cmhsa_attn', hard_attn=True, num_heads=10, rel_pos='padded_table')
     with pytest.raises(ValueError, match='10 of 10 heads do not: train them as attention'):
         model.load_state_dict(converted(peak=0.75).state_dict())
     with pytest.raises(ValueError, match='use attn_drop_rate=0'):
         timm.create_model('test_cmhsa_attn', hard_attn=True, attn_drop_rate=0.1)
+    with pytest.raises(ValueError, match="rel_pos='learned' has none"):
+        timm.create_model('test_cmhsa_attn', hard_attn=True, rel_pos='learned')
     model = timm.create_model('test_cmhsa_attn', hard_attn=True)
+    with pytest.raises(ValueError, match='use its source'):
+        reparameterize_model(model).set_hard_attn()
     with pytest.raises(ValueError, match='no attention to mask'):
         model.blocks[0].attn(torch.randn(1, 64, 48), is_causal=True)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, to_2tuple
 from torch import nn
 
-from .certificates import max_content_score, proved_shifts
+from .certificates import TOLERANCE, max_content_score, proved_shifts
 from .efficient import (
     AbsorbedRelPosAttention,
     absorb_weights,
@@ -43,7 +43,7 @@ class RelPosAttention(OnGrid, Attention):
     - `absorb`: Absorb the weights of wide heads, anew in every training step. `fuse` does it once for inference.
     - `chunk_size`: Number of queries that attend at a time, None for all.
 
-    Heads that are shifts can be trained as such, see `set_hard_attn`.
+    Heads that are shifts can be trained as such, see `CmhsaAttn.set_hard_attn`.
     """
     if TYPE_CHECKING:
         shifted: Optional[ShiftedHeads]  # TorchScript knows no such annotation
@@ -112,38 +112,45 @@ class RelPosAttention(OnGrid, Attention):
         if grid_size != self.grid_size:
             super().set_grid_size(grid_size)
             self.absorb, self.chunk_size = self.default_form()
-            if self.shifted is not None:
-                self.shifted.set_grid_size(grid_size)
+            self.shifted = None  # as attention until the shifts are found again
 
-    def set_hard_attn(self, enable: bool = True, norm: Optional[nn.Module] = None) -> None:
-        """Compute all heads as shifts, for training too, or as attention again.
+    def set_hard_attn(self, shifts: Optional[Sequence[Optional[Shift]]]) -> None:
+        """Compute heads as these shifts, for training too, or as attention again if there are none.
 
-        Parameters are the same for both, and so is the function. Meanwhile biases are frozen, queries and keys get zero
-        gradients, and heads with a zero output projection are left out.
+        Meanwhile biases are frozen, queries and keys get zero gradients, and heads that are no shift are left out.
 
         Args:
-            enable: Compute shifts.
+            shifts: Of every head, see `hard_shifts`.
+        """
+        if shifts is not None or self.shifted is not None:
+            self.rel_pos.requires_grad_(shifts is None)
+        self.shifted = None
+        if shifts is not None:
+            groups = group_heads(shifts)
+            self.shifted_heads = list(groups.values())
+            widths = [len(heads) * self.head_dim for heads in self.shifted_heads]
+            self.shifted = ShiftedHeads(groups, widths, self.qkv.in_features, self.proj.out_features, self.grid_size)
+
+    def hard_shifts(self, norm: Optional[nn.Module] = None) -> List[Optional[Shift]]:
+        """Return the shifts of all heads, None for a head that is none and has a zero output projection.
+
+        Args:
             norm: What normalizes the input. A LayerNorm bounds what content adds to the scores.
 
         Raises:
-            ValueError: If a head is no shift by proof, or attention weights would be dropped.
+            ValueError: If another head is no shift by proof, or attention weights would be dropped.
         """
-        self.rel_pos.requires_grad_(not enable)
-        self.shifted = None
-        if not enable:
-            return
         if self.attn_drop.p:
             raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
-        used = self.proj.weight.view(-1, self.num_heads, self.head_dim).any(dim=2).any(dim=0).tolist()
         shifts = proved_shifts(self, norm)
-        if any(is_used and shift is None for is_used, shift in zip(used, shifts)):
+        used = self.proj.weight.view(-1, self.num_heads, self.head_dim).any(dim=2).any(dim=0).tolist()
+        strangers = sum(is_used and shift is None for is_used, shift in zip(used, shifts))
+        if strangers or not any(shifts):
             raise ValueError(
-                f'hard_attn is for heads that attend to one offset whatever the image is, and {shifts.count(None)} of '
-                f'{self.num_heads} heads do not: train them as attention.')
-        groups = group_heads([shift if is_used else None for is_used, shift in zip(used, shifts)])
-        self.shifted_heads = list(groups.values())
-        widths = [len(heads) * self.head_dim for heads in self.shifted_heads]
-        self.shifted = ShiftedHeads(groups, widths, self.qkv.in_features, self.proj.out_features, self.grid_size)
+                f'hard_attn is for heads that give all but {TOLERANCE:g} of their attention to one offset, whatever '
+                f'the image is. {strangers or self.num_heads} of {self.num_heads} heads do not: train them as '
+                'attention.')
+        return shifts
 
     def extra_repr(self) -> str:
         return f'num_heads={self.num_heads}, head_dim={self.head_dim}, absorb={self.absorb}, ' \
@@ -190,7 +197,7 @@ class RelPosAttention(OnGrid, Attention):
 
     @torch.jit.unused
     def can_shift(self) -> bool:
-        """Return whether heads are computed as shifts: if asked for, unless somebody looks at maps."""
+        """Return whether heads are computed as shifts: if asked for, unless attention is not to be fused, for maps."""
         return self.shifted is not None and self.fused_attn
 
     @torch.jit.unused
@@ -200,8 +207,7 @@ class RelPosAttention(OnGrid, Attention):
 
     def _is_absorbable(self) -> bool:
         return (
-            self.absorb and self.chunk_size is None and not self.rel_pos.depends_on_queries
-            and is_plain_linear(self.qkv) and is_plain_linear(self.proj))
+            self.absorb and self.chunk_size is None and not self.rel_pos.depends_on_queries and self.is_plain())
 
     @torch.jit.unused
     def can_chunk(self, attn_mask: Mask = None, is_causal: bool = False) -> bool:
@@ -228,6 +234,7 @@ class RelPosAttention(OnGrid, Attention):
         replace_weight(self.qkv, weight, None if bias is None else bias.flatten())
         replace_weight(self.proj, out_weight, self.proj.bias)
         self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
+        self.shifted = None
         self.absorb, self.chunk_size = self.default_form()
 
     def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:
@@ -240,16 +247,19 @@ class RelPosAttention(OnGrid, Attention):
             norm: What normalizes the input. A LayerNorm bounds what content adds to the scores.
         """
         shifts = proved_shifts(self, norm)
-        if any(shifts):
-            return self.fuse_shifts(shifts)
+        return self.fuse_shifts(shifts) if any(shifts) else self._absorbed()
+
+    def _absorbed(self) -> nn.Module:
         if self._is_absorbable():
             return AbsorbedRelPosAttention(self.qkv, self.proj, self.rel_pos, self.scale, self.fused_attn)
         return self
 
+    def is_plain(self) -> bool:
+        """Return whether the projections are their weights and nothing else."""
+        return is_plain_linear(self.qkv) and is_plain_linear(self.proj)
+
     def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
         """Return how much content can add to a score of every head, see `certificates.max_content_score`."""
-        if not is_plain_linear(self.qkv) or not is_plain_linear(self.proj):
-            return torch.full((self.num_heads,), math.inf)
         return max_content_score(self.qkv, self.num_heads, self.scale, norm)
 
     def shift_factors(self, shifts: Sequence[Optional[Shift]]) -> Dict[Shift, Factors]:
@@ -266,7 +276,7 @@ class RelPosAttention(OnGrid, Attention):
             rest = copy.deepcopy(self).requires_grad_(False)
             rest.proj.register_parameter('bias', None)
             rest.keep_heads(others)
-            rest = rest.fuse()
+            rest = rest._absorbed()
         return ShiftedAttention(self.shift_factors(shifts), self.proj.bias, self.grid_size, rest)
 
 

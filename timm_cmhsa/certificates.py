@@ -10,8 +10,10 @@ import math
 from typing import Any, List, NamedTuple, Optional, Tuple
 
 import torch
+from timm.layers import LayerNorm, LayerNormFp32
 from torch import nn
 
+from .efficient import is_watched
 from .rel_pos import Grid, OffsetRelPos
 from .shifts import BORDERS, Factors, Shift
 
@@ -22,15 +24,18 @@ MAX_BIAS_ENTRIES = 2 ** 24  # that are looked at together: 128 MB in float64
 class BiasWinners(NamedTuple):
     """What the biases of a layer say."""
     shifts: List[Optional[Shift]]  # of every head, None where the keys with the largest biases are no shift
-    odds: torch.Tensor  # (num_heads,): log of how much weight all other keys get, relative to that key, at most
+    # log of how much weight all other keys get, relative to that key, at most: (num_heads,)
+    odds: torch.Tensor  # where that key is a patch
+    zero_key_odds: torch.Tensor  # where it is the zero key
 
 
 @torch.no_grad()
-def bias_winners(rel_pos: Any) -> BiasWinners:
-    """Return for every head where its biases alone make it look, and how surely."""
-    grid_size, num_heads = rel_pos.grid_size, rel_pos.num_heads
-    if not isinstance(rel_pos, OffsetRelPos) or not num_heads:
-        return BiasWinners([None] * num_heads, torch.zeros(num_heads, dtype=torch.double, device='cpu'))
+def bias_winners(layer: Any) -> BiasWinners:
+    """Return for every head of an attention layer where its biases alone make it look, and how surely."""
+    rel_pos, grid_size, num_heads = layer.rel_pos, layer.grid_size, layer.num_heads
+    if not isinstance(rel_pos, OffsetRelPos) or not num_heads or not layer.is_plain():
+        nothing = torch.zeros(num_heads, dtype=torch.double, device='cpu')
+        return BiasWinners([None] * num_heads, nothing, nothing)
     num_patches = grid_size[0] * grid_size[1]
     step = max(MAX_BIAS_ENTRIES // (num_heads * num_patches), 1)
     winners, odds = [], []
@@ -39,8 +44,10 @@ def bias_winners(rel_pos: Any) -> BiasWinners:
         largest, winner = bias.max(dim=-1, keepdim=True)
         winners.append(winner.squeeze(-1))
         odds.append((bias.scatter(-1, winner, -math.inf).logsumexp(dim=-1) - largest.squeeze(-1)))
-    shifts = [_as_shift(keys, grid_size) for keys in torch.cat(winners, dim=1)]
-    return BiasWinners(shifts, torch.cat(odds, dim=1).amax(dim=1))
+    keys, log_odds = torch.cat(winners, dim=1), torch.cat(odds, dim=1)
+    is_patch = keys < num_patches
+    of_patches, of_zero_key = (log_odds.masked_fill(~where, -math.inf).amax(dim=1) for where in (is_patch, ~is_patch))
+    return BiasWinners([_as_shift(each, grid_size) for each in keys], of_patches, of_zero_key)
 
 
 def _as_shift(keys: torch.Tensor, grid_size: Grid) -> Optional[Shift]:
@@ -58,6 +65,11 @@ def _as_shift(keys: torch.Tensor, grid_size: Grid) -> Optional[Shift]:
     return None
 
 
+def is_layer_norm(norm: Optional[nn.Module]) -> bool:
+    """Return whether this is a plain LayerNorm: subclasses can do more, as hooks can."""
+    return type(norm) in (nn.LayerNorm, LayerNorm, LayerNormFp32) and not is_watched(norm)  # type: ignore[arg-type]
+
+
 @torch.no_grad()
 def max_content_score(
         qkv: nn.Linear,
@@ -73,13 +85,12 @@ def max_content_score(
     bias = weight.new_zeros(weight.shape[:3]) if qkv.bias is None else qkv.bias.double().cpu().view(weight.shape[:3])
     (query, key, _), (query_bias, key_bias, _) = weight, bias
     nothing = [~(w.flatten(1).any(dim=1) | b.any(dim=1)) for w, b in ((query, query_bias), (key, key_bias))]
-    if not isinstance(norm, nn.LayerNorm) or norm.normalized_shape != (qkv.in_features,):
-        return torch.where(nothing[0] | nothing[1], 0., math.inf).double()
+    if not is_layer_norm(norm):
+        return torch.zeros_like(weight[0, :, 0, 0]).masked_fill(~(nothing[0] | nothing[1]), math.inf)
+    assert isinstance(norm, nn.LayerNorm)
     radius = qkv.in_features ** 0.5
     (query, query_bias), (key, key_bias) = (_after_norm(w, b, norm) for w, b in ((query, query_bias), (key, key_bias)))
-    # |A^T B| by Frobenius' norm, from the smaller products A A^T and B B^T
-    products = ((query @ query.transpose(-2, -1)) * (key @ key.transpose(-2, -1))).sum(dim=[-2, -1])
-    both = radius ** 2 * products.clamp(min=0).sqrt()
+    both = radius ** 2 * (query.transpose(-2, -1) @ key).norm(dim=[-2, -1])
     one = radius * (_norm_of(query, key_bias) + _norm_of(key, query_bias))
     return scale * (both + one + (query_bias * key_bias).sum(dim=-1).abs())
 
@@ -99,7 +110,9 @@ def _norm_of(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
 
 def proved_leaks(layer: Any, winners: BiasWinners, norm: Optional[nn.Module] = None) -> torch.Tensor:
     """Return the largest share of its attention that a head can give to other keys, whatever the image is."""
-    return torch.sigmoid(winners.odds + 2 * layer.max_content_score(norm))
+    content = layer.max_content_score(norm)  # the zero key has none
+    return torch.maximum(
+        torch.sigmoid(winners.odds + 2 * content), torch.sigmoid(winners.zero_key_odds + content)).nan_to_num(1.)
 
 
 def proved_shifts(layer: Any, norm: Optional[nn.Module] = None, tolerance: float = TOLERANCE) -> List[Optional[Shift]]:
@@ -110,7 +123,7 @@ def proved_shifts(layer: Any, norm: Optional[nn.Module] = None, tolerance: float
         norm: What normalizes its input.
         tolerance: Largest share of its attention that a shift may give to other keys.
     """
-    winners = bias_winners(layer.rel_pos)
+    winners = bias_winners(layer)
     leaks = proved_leaks(layer, winners, norm)
     return [shift if leak <= tolerance else None for shift, leak in zip(winners.shifts, leaks)]
 
@@ -123,10 +136,11 @@ def max_output_error(factors: Factors, leak: float, norm: Optional[nn.Module]) -
     """
     if leak == 0:
         return 0.
-    if not isinstance(norm, nn.LayerNorm):
+    if not is_layer_norm(norm):
         return math.inf
     value, bias, output = factors.to(torch.device('cpu'), torch.double)
     bias = value.new_zeros(len(value)) if bias is None else bias
+    assert isinstance(norm, nn.LayerNorm)
     value, bias = _after_norm(value, bias, norm)
     radius = value.shape[1] ** 0.5 * (output @ value).norm().item()
     return leak * max(2 * radius, radius + (output @ bias).norm().item())

@@ -20,7 +20,7 @@ from torch import nn
 from .attention import RelPosAttention
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, resize_offset_embed
+from .rel_pos import POINTABLE, OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, resize_offset_embed
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
@@ -146,8 +146,10 @@ class Cmhsa(VisionTransformer):
         try:
             for block in self.blocks:
                 block.attn.set_grid_size(self.patch_embed.grid_size)
-        except RuntimeError:
-            self.set_input_size(old_size)  # what has grown is cropped again
+        except (RuntimeError, ValueError):
+            super().set_input_size(img_size=old_size)
+            for block in self.blocks:
+                block.attn.set_grid_size(self.patch_embed.grid_size)  # what has grown is cropped again
             raise
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
@@ -230,7 +232,7 @@ class CmhsaAttn(Cmhsa):
         self.hard_attn = hard_attn
         if hard_attn:
             self._init_hard_attn()
-        self.register_load_state_dict_post_hook(_keep_hard_attn)
+        self.register_load_state_dict_post_hook(_find_shifts_again)
 
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn
@@ -247,30 +249,58 @@ class CmhsaAttn(Cmhsa):
         if self.hard_attn:
             self._init_hard_attn()
 
+    @torch.no_grad()
     def _init_hard_attn(self) -> None:
-        if not self.blocks[0].norm1.weight.is_meta:
-            for block in self.blocks:
-                point_at_nearest(block.attn.rel_pos)
-            self.set_hard_attn()
+        rel_pos = self.blocks[0].attn.rel_pos
+        if rel_pos.name not in POINTABLE:
+            raise ValueError(f'hard_attn=True needs heads with one offset: rel_pos={rel_pos.name!r} has none.')
+        if _is_on_meta(self):
+            return
+        for attn in (block.attn for block in self.blocks):
+            point_at_nearest(attn.rel_pos)
+            for parameter in attn.qkv.parameters():  # queries are zero, as after a conversion
+                parameter[:attn.attn_dim] = 0
+        self.set_hard_attn()
 
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute the heads of all blocks as shifts, for training too, or as attention again.
 
-        It costs less, and both compute the same: see `RelPosAttention.set_hard_attn`. Make the optimizer afterwards.
+        Shifts cost less. Parameters are the same for both, and so is the function, up to `certificates.TOLERANCE` of
+        the attention. While heads are shifts, biases are frozen and queries and keys do not learn; where attention is
+        not to be fused (`TIMM_FUSED_ATTN=0`), the model computes attention all the same. Make the optimizer afterwards,
+        and call this again after loading weights into single blocks.
 
         Raises:
-            ValueError: If a head is no shift by proof, or attention weights would be dropped.
+            ValueError: If a head is no shift by proof, attention weights would be dropped, or the model was
+                reparameterized. The model is left as it was.
         """
-        for block in self.blocks:
-            block.attn.set_hard_attn(enable, block.norm1)
+        if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
+            raise ValueError('A model that was reparameterized for inference cannot be trained: use its source.')
+        shifts = [block.attn.hard_shifts(block.norm1) if enable else None for block in self.blocks]
+        for block, block_shifts in zip(self.blocks, shifts):
+            block.attn.set_hard_attn(block_shifts)
         self.hard_attn = enable
 
+    def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
+        super().set_input_size(img_size, patch_size)
+        if self.hard_attn:
+            self.set_hard_attn()
 
-def _keep_hard_attn(model: nn.Module, incompatible_keys: Any) -> None:
-    """Find the shifts of loaded biases."""
+
+def _is_on_meta(model: nn.Module) -> bool:
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _find_shifts_again(model: nn.Module, incompatible_keys: Any) -> None:
+    """Find the shifts of loaded biases. Where heads are none, the model is attention again."""
     assert isinstance(model, CmhsaAttn)
-    if model.hard_attn:
+    if not model.hard_attn or _is_on_meta(model):
+        return
+    try:
         model.set_hard_attn()
+    except ValueError:
+        model.set_hard_attn(False)
+        raise
 
 
 def point_at_nearest(rel_pos: OffsetRelPos) -> None:
@@ -278,7 +308,8 @@ def point_at_nearest(rel_pos: OffsetRelPos) -> None:
     reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
     offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
     offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-    sharpness = exact_sharpness(math.prod(rel_pos.grid_size), next(rel_pos.parameters()).dtype)
+    precise = torch.promote_types(next(rel_pos.parameters()).dtype, torch.float32)
+    sharpness = exact_sharpness(math.prod(rel_pos.grid_size), precise)
     for head in range(rel_pos.num_heads):
         rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
 

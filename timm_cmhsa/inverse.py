@@ -10,6 +10,7 @@ from torch import nn
 from .analysis import attention_layers, attention_maps, eval_mode
 from .attention import RelPosAttention
 from .certificates import TOLERANCE, BiasWinners, bias_winners, max_output_error, proved_leaks, proved_shifts
+from .cmhsa import CmhsaBlock
 from .patches import Size2d
 
 
@@ -80,9 +81,13 @@ def fuse_shifts(
     layers = attention_layers(model)
     if '' in layers:
         raise ValueError(f'{type(model).__name__} is an attention layer itself: call its fuse(), or give its model.')
-    norms: Dict[int, Any] = {id(module.attn): module.norm1 for module in model.modules()
-             if hasattr(module, 'attn') and hasattr(module, 'norm1')}
-    winners = {name: bias_winners(layer.rel_pos) for name, layer in layers.items()}
+    norms: Dict[int, Any] = {}
+    for block in model.modules():
+        if isinstance(block, CmhsaBlock):  # a layer that several blocks share has no norm of its own
+            norms[id(block.attn)] = None if id(block.attn) in norms else block.norm1
+    winners = {name: bias_winners(layer) for name, layer in layers.items()}
+    if images is not None and not len(images):
+        raise ValueError('There are no images to measure with.')
     measured = {} if images is None else _measured_leaks(model, images, winners)
     outputs = {} if images is None else _outputs(model, images, layers)
     reports = ShiftReports()
@@ -92,7 +97,7 @@ def fuse_shifts(
         is_proved = proved <= tolerance
         leaks = torch.where(is_proved, proved, measured.get(name, torch.ones_like(proved)))
         shifts = [shift if leak <= tolerance else None for shift, leak in zip(chosen.shifts, leaks)]
-        found = torch.tensor([shift is not None for shift in shifts])
+        found = torch.tensor([shift is not None for shift in shifts], dtype=torch.bool, device='cpu')
         error = rel_error = None
         bound = 0.
         if found.any():
@@ -105,7 +110,8 @@ def fuse_shifts(
             fused = layer.fuse_shifts(shifts)
             if name in outputs:
                 inputs, expected = outputs[name]
-                error = (fused(inputs) - expected).norm(dim=-1).max().item()
+                with eval_mode(fused):
+                    error = (fused(inputs) - expected).norm(dim=-1).max().item()
                 rel_error = error / max(expected.norm(dim=-1).max().item(), torch.finfo(expected.dtype).tiny)
             model.set_submodule(name, fused)
         reports.append(ShiftReport(
@@ -127,7 +133,7 @@ def _measured_leaks(
     leaks = {}
     for name, maps in attention_maps(model, images).items():
         weights = maps.weights if maps.zero_key is None else torch.cat([maps.weights, maps.zero_key.unsqueeze(-1)], -1)
-        leak = torch.ones(weights.shape[1], dtype=torch.double)
+        leak = torch.ones(weights.shape[1], dtype=torch.double, device='cpu')
         for head, shift in enumerate(winners[name].shifts):
             if shift is not None:
                 others = weights[:, head].scatter(
@@ -192,10 +198,15 @@ def attention_to_conv2d(
         are not found again: they are zeros of the kernel.
 
     Raises:
+        TypeError: If it is not a `RelPosAttention`.
         ValueError: If a head is no shift by proof, heads see different things outside the image, or the widths are not
             those of such patches.
     """
+    if not isinstance(attn, RelPosAttention):
+        raise TypeError(f'Expected a RelPosAttention to rewrite as a convolution, got {type(attn).__name__}.')
     patch, steps = to_2tuple(patch_size), to_2tuple(stride)
+    if min(*patch, *steps) < 1:
+        raise ValueError(f'{patch_size=} and {stride=} must be positive.')
     out_patch = patch[0] // steps[0], patch[1] // steps[1]
     if any(p % s for p, s in zip(patch, steps)) or attn.qkv.in_features % math.prod(patch) \
             or attn.proj.out_features % math.prod(out_patch):
@@ -218,8 +229,14 @@ def attention_to_conv2d(
         for axis, size in ((-2, attn.grid_size[0] * patch_h), (-1, attn.grid_size[1] * patch_w)):
             windows = _wrap(windows, axis, size)
         margins = [side // 2 for side in windows.shape[-2:]]
-    kernel, channel_bias = windows.mean(dim=[0, 1]), bias.unflatten(0, (*out_patch, -1)).mean(dim=[0, 1])
-    missed = (windows - kernel).square().sum() + (bias.unflatten(0, (*out_patch, -1)) - channel_bias).square().sum()
+    # Pairs of pixels that are in no image of this size count for nothing.
+    axes = zip(windows.shape[-2:], patch, steps, out_patch, attn.grid_size)
+    rows, cols = (_exists(*axis, padding_mode) for axis in axes)
+    exists = (rows[:, None, :, None] & cols[None, :, None, :]).unsqueeze(2).unsqueeze(2)
+    kernel = windows.sum(dim=[0, 1]) / exists.sum(dim=[0, 1]).clamp(min=1)
+    biases = bias.unflatten(0, (*out_patch, -1))
+    channel_bias = biases.mean(dim=[0, 1])
+    missed = ((windows - kernel) * exists).square().sum() + (biases - channel_bias).square().sum()
     missed = missed + border_bias.square().sum()
     total = windows.square().sum() + bias.square().sum()
 
@@ -237,6 +254,13 @@ def attention_to_conv2d(
     assert conv.bias is not None
     conv.bias.copy_(channel_bias)
     return Conv2dResult(conv, (missed / total.clamp(min=torch.finfo(total.dtype).tiny)).sqrt().item())
+
+
+def _exists(size: int, patch: int, stride: int, out_patch: int, grid: int, padding_mode: str) -> torch.Tensor:
+    """Return whether displacements lead from an output pixel to patches that an image has: (out_patch, size)."""
+    displacements = torch.arange(size, device='cpu') - size // 2
+    offsets = (displacements + stride * torch.arange(out_patch, device='cpu').unsqueeze(1)) // patch
+    return (offsets.abs() < grid) | (padding_mode == 'circular')
 
 
 def _wrap(windows: torch.Tensor, axis: int, size: int) -> torch.Tensor:
@@ -280,6 +304,8 @@ def _offset_blocks(
     bias = blocks.new_zeros(dim_out) if attn.proj.bias is None else attn.proj.bias.double().cpu()
     missing = [torch.zeros_like(bias)]
     for (row, col), each in zip(offsets, factors.values()):
+        if padding_mode == 'zeros' and (abs(row) >= height or abs(col) >= width):
+            continue  # outside for all queries
         blocks[reach_h + row, reach_w + col] += each.output @ each.value
         if each.bias is not None:
             bias = bias + each.output @ each.bias

@@ -80,7 +80,7 @@ class PositionalAttention(OnGrid, nn.Module):
 
     def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
         """Return how much content can add to a score of every head: nothing."""
-        return torch.zeros(self.num_heads)
+        return torch.zeros(self.num_heads, dtype=torch.double, device='cpu')
 
     def shift_factors(self, shifts: Sequence[Optional[Shift]]) -> Dict[Shift, Factors]:
         """Return what the heads with each shift do; they have None if they are none."""
@@ -104,8 +104,11 @@ class PositionalAttention(OnGrid, nn.Module):
     def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:
         """Return the form for inference: see `RelPosAttention.fuse`."""
         shifts = proved_shifts(self, norm)
-        is_plain = is_plain_linear(self.value) and is_plain_linear(self.proj)
-        return self.fuse_shifts(shifts) if any(shifts) and is_plain else self
+        return self.fuse_shifts(shifts) if any(shifts) else self
+
+    def is_plain(self) -> bool:
+        """Return whether the projections are their weights and nothing else."""
+        return is_plain_linear(self.value) and is_plain_linear(self.proj)
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
@@ -129,7 +132,7 @@ class PositionalContentAttention(PositionalAttention):
 
     def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
         """Return how much content can add to a score of every head: no bound is known."""
-        return torch.full((self.num_heads,), math.inf)
+        return torch.full((self.num_heads,), math.inf, dtype=torch.double, device='cpu')
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         B, N, D = x.shape

@@ -3,7 +3,7 @@
 Such a head needs no queries, keys or softmax: it moves its values by the offset. What tells a shift from other heads is
 in `certificates.py`.
 """
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -123,21 +123,17 @@ class ShiftedHeads(nn.Module):
         """
         super().__init__()
         self.shifts = nn.ModuleList(TokenShift(shift, grid_size) for shift in shifts)
-        # of what moves: 0 for the tokens themselves
-        self.widths = [width if width * (dim + dim_out) <= dim * dim_out else 0 for width in widths]
-
-    def set_grid_size(self, grid_size: Grid) -> None:
-        shifts: Any = self.shifts
-        for shift in shifts:
-            shift.grid_size = grid_size
+        self.widths = list(widths)
+        self.moves_tokens = [width * (dim + dim_out) > dim * dim_out for width in self.widths]
 
     def weights(
             self,
             factors: Sequence[Factors],
     ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
         """Return the weights that `forward` takes: of values, of the output, and what every shift adds to it."""
-        values = [value for width, (value, _, _) in zip(self.widths, factors) if width]
-        outputs = [output if width else output @ value for width, (value, _, output) in zip(self.widths, factors)]
+        values = [value for moves_tokens, (value, _, _) in zip(self.moves_tokens, factors) if not moves_tokens]
+        outputs = [output @ value if moves_tokens else output
+                   for moves_tokens, (value, _, output) in zip(self.moves_tokens, factors)]
         biases = [output @ bias for _, bias, output in factors if bias is not None]
         value = torch.cat(values) if values else factors[0].value[:0]
         return value, torch.cat(outputs, dim=1), torch.stack(biases) if biases else None
@@ -156,10 +152,12 @@ class ShiftedHeads(nn.Module):
         inside: List[torch.Tensor] = []
         start = 0
         for i, shift in enumerate(self.shifts):
-            width = self.widths[i]
-            moved.append(shift(values[..., start:start + width] if width > 0 else x))
+            if self.moves_tokens[i]:
+                moved.append(shift(x))
+            else:
+                moved.append(shift(values[..., start:start + self.widths[i]]))
+                start += self.widths[i]
             inside.append(shift(ones))
-            start += width
         x = F.linear(torch.cat(moved, dim=-1), output, bias)
         if shift_bias is not None:
             x = x + (torch.cat(inside, dim=-1) @ shift_bias).to(x.dtype)
@@ -188,11 +186,13 @@ class ShiftedAttention(nn.Module):
             rest: A layer with the other heads, without this bias.
         """
         super().__init__()
-        factors = [each.without_idle() for each in shifts.values()]
+        used = {shift: each.without_idle() for shift, each in shifts.items()}
+        first = next(iter(used))
+        used = {shift: each for shift, each in used.items() if len(each.value) or shift == first}  # one at least
+        factors = list(used.values())
         output, value = factors[0].output, factors[0].value
         self.grid_size = grid_size
-        self.heads = ShiftedHeads(
-            shifts, [len(each.value) for each in factors], value.shape[1], len(output), grid_size)
+        self.heads = ShiftedHeads(used, [len(each.value) for each in factors], value.shape[1], len(output), grid_size)
         precise = torch.promote_types(value.dtype, torch.float32)  # so that products are rounded once
         weights = self.heads.weights([each.to(value.device, precise) for each in factors])
         if weights[2] is not None and not weights[2].any():
@@ -200,14 +200,14 @@ class ShiftedAttention(nn.Module):
         for name, weight in zip(('value', 'output', 'shift_bias', 'bias'), (*weights, bias)):
             frozen = None if weight is None else nn.Parameter(weight.detach().to(value.dtype, copy=True), False)
             self.register_parameter(name, frozen)
-        self.rest: Any = rest
+        self.rest = rest
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        """Change the grid; every head keeps its offset."""
-        self.grid_size = grid_size
-        self.heads.set_grid_size(grid_size)
-        if self.rest is not None:
-            self.rest.set_grid_size(grid_size)
+        """Refuse to change the grid: on another one, other heads can be shifts, and these can be others."""
+        if grid_size != self.grid_size:
+            raise ValueError(
+                'The heads were found to be shifts on a grid of {} x {} patches: set the input size before '
+                'the model is reparameterized.'.format(*self.grid_size))
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         x = check_no_mask(x, attn_mask, is_causal)
