@@ -103,10 +103,7 @@ def test_the_readme_is_short_and_its_links_work_anywhere():
         for link in re.findall(r'https://github\.com/[^/]+/timm_cmhsa[^\s)#"]*', text):
             assert link.startswith(repository), name
             path = re.sub(r'^/(blob|tree|raw)/main', '', link.removeprefix(repository)).lstrip('/')
-            assert path in LATER or (ROOT / path).exists(), f'{name}: {link}'
-
-
-LATER = ('CONTRIBUTING.md',)  # named before it is there
+            assert (ROOT / path).exists(), f'{name}: {link}'
 
 
 # What is shown runs

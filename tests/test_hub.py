@@ -31,7 +31,7 @@ from timm_cmhsa.cli import convert_main as main
 
 CONV, ATTN = 'cmhsa_conv_k3', 'cmhsa_attn'
 SMALL = dict(img_size=32, patch_size=4, depth=2, num_classes=3)
-PUSHED = {'.gitattributes', 'README.md', 'config.json', 'model.safetensors'}
+PUSHED = {'.gitattributes', 'README.md', 'config.json', 'model.safetensors', 'modeling_timm_cmhsa.py'}
 UPLOAD = r'^/lfs/|^/v1/xorbs/'  # whichever huggingface_hub takes
 
 
@@ -147,7 +147,7 @@ def test_a_folder_is_published_as_it_is(hub, folder, capsys):
     convert_checkpoint('phase1.pth', 'out')
     (folder / 'out' / 'notes.txt').write_text('not published')
     assert push_folder_to_hub('out', 'alice/net') == f'{hub.url}/alice/net'
-    assert hub.files('alice/net').keys() == PUSHED - {'README.md'}
+    assert hub.files('alice/net').keys() == PUSHED - {'README.md', 'modeling_timm_cmhsa.py'}
     assert_same_function(load_source(), load('hf-hub:alice/net'))
     (folder / 'out' / 'README.md').write_text('---\nlicense: mit\n---\nby hand')
     assert push(src='out', repo_id='alice/other') == 0

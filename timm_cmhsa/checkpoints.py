@@ -1,4 +1,5 @@
 """Models of files: a phase-1 model from a file, folder or the Hub; a model into a file or folder; the road between."""
+import json
 import math
 import os
 from numbers import Integral
@@ -299,6 +300,9 @@ def write_folder(model: Cmhsa, folder: Path, metadata: Dict[str, str], config: O
     folder.mkdir()
     safetensors.torch.save_file(tensors_of(model), folder / 'model.safetensors', metadata)
     save_config_for_hf(model, folder / 'config.json', model_args=json_args(model), model_config=config)
+    written = json.loads((folder / 'config.json').read_bytes())
+    del written['model_args']['num_classes']  # which stands outside as well: transformers gives timm both
+    (folder / 'config.json').write_text(json.dumps(written, indent=2), encoding='utf-8')
 
 
 def tensors_of(model: Cmhsa) -> Dict[str, torch.Tensor]:

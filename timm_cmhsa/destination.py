@@ -16,7 +16,7 @@ with contextlib.suppress(ImportError):  # Windows: there, what a killed run left
 
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
 FILE_SUFFIXES = ('.safetensors', *PICKLE_SUFFIXES)
-MODEL_FILES = ('model.safetensors', 'config.json', 'README.md')
+MODEL_FILES = ('model.safetensors', 'config.json', 'README.md', 'modeling_timm_cmhsa.py')
 PREFIX = '.timm_cmhsa-'  # of temporary folders
 
 

@@ -105,7 +105,9 @@ class OffsetRelPos(RelPos):
 
     def init_non_persistent_buffers(self) -> None:
         """Fill the buffers that no checkpoint holds, after creation on the meta device (timm's protocol)."""
-        self._register_offsets(self.grid_size, next(self.parameters()).device)
+        # transformers 4 creates parameters alone on that device: the buffers are right then, and must stay
+        tensor = next(self.parameters()) if self.position.is_meta else self.position
+        self._register_offsets(self.grid_size, tensor.device)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         self._register_offsets(grid_size, self.position.device)  # first, as memory may not suffice
@@ -277,7 +279,8 @@ class QuadraticRelPos(OffsetRelPos):
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
         nn.init.normal_(self.center, std=math.sqrt(2), generator=generator)
-        nn.init.normal_(self.inv_std, std=.01, generator=generator).add_(self.unit_inv_std().to(self.inv_std))
+        nn.init.normal_(self.inv_std, std=.01, generator=generator)  # returns nothing where transformers 4 skips it
+        self.inv_std.add_(self.unit_inv_std().to(self.inv_std))
 
     def inv_covariance(self) -> torch.Tensor:
         """Return the inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""

@@ -1,6 +1,7 @@
 """A model to the Hugging Face Hub: a folder that timm loads, with a model card, in one commit."""
 import json
 import logging
+import shutil
 import tempfile
 import unicodedata
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch.func import functional_call
 from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
 from ..cmhsa import Cmhsa
-from ..destination import FILE_SUFFIXES, check_destination, whole_or_nothing
+from ..destination import FILE_SUFFIXES, MODEL_FILES, check_destination, whole_or_nothing
 from ..files import CheckpointError, read_text
 from ..images import data_config
 from ..messages import one_line, shorten
@@ -28,7 +29,12 @@ from .card import model_card
 from .errors import HubError, find_token, hub_errors, without_credentials
 
 WEIGHT_SUFFIXES = ('.safetensors', '.bin', '.pth', '.pt', '.tar', '.ckpt', '.onnx', '.h5', '.msgpack', '.gguf')
-PUBLISHED = ('README.md', 'config.json', 'model.safetensors')
+CODE = 'modeling_timm_cmhsa.py'
+AUTO_MAP = {  # which classes of it transformers takes, with trust_remote_code=True
+    'AutoImageProcessor': 'modeling_timm_cmhsa.TimmWrapperImageProcessor',
+    'AutoModel': 'modeling_timm_cmhsa.TimmWrapperModel',
+    'AutoModelForImageClassification': 'modeling_timm_cmhsa.TimmWrapperForImageClassification',
+}
 
 _logger = logging.getLogger(__name__)
 
@@ -46,9 +52,10 @@ def save_for_hub(
         results: Optional[Mapping[str, float]] = None,
         details: Optional[Mapping[str, Any]] = None,
 ) -> None:
-    """Write what is published of a model: model.safetensors, config.json and README.md.
+    """Write what is published of a model: model.safetensors, config.json, README.md, and code for transformers.
 
     `timm.create_model('local-dir:FOLDER', pretrained=True)` loads it, and so does `hf-hub:USER/NAME` once it is there.
+    In transformers it is `AutoModelForImageClassification.from_pretrained(FOLDER, trust_remote_code=True)`.
     What it loads is compared with the model, which is in eval mode meanwhile, with other weights: no other thread
     should use it.
 
@@ -88,7 +95,8 @@ def save_for_hub(
         'format': 'pt', 'architecture': source['architecture'], 'model_args': json.dumps(json_args(model)),
         'timm_cmhsa_version': __version__}
     with whole_or_nothing(folder, force) as partial:
-        write_folder(model, partial, metadata, {**labels, 'pretrained_cfg': config})
+        write_folder(model, partial, metadata, {**labels, 'pretrained_cfg': config, 'auto_map': AUTO_MAP})
+        shutil.copyfile(Path(__file__).with_name(CODE), partial / CODE)
         (partial / 'README.md').write_text(card, encoding='utf-8')
         _check_loads_alike(model, partial)
 
@@ -260,7 +268,7 @@ def push_folder_to_hub(
     The token is the one that huggingface_hub finds: of `hf auth login`, or in HF_TOKEN.
 
     Args:
-        folder: Holds config.json, model.safetensors and, if there is one, the model card README.md.
+        folder: Holds config.json, model.safetensors and, if they are there, README.md and modeling_timm_cmhsa.py.
         repo_id: `USER/NAME`; made if it does not exist.
         private: Make a private repository.
         revision: Branch to push to, by default main; made if it does not exist.
@@ -279,7 +287,7 @@ def push_folder_to_hub(
     """
     check_push(repo_id, revision, create_pr, commit_message)
     folder = Path(folder)
-    paths = [folder / name for name in PUBLISHED if (folder / name).is_file()]
+    paths = [folder / name for name in MODEL_FILES if (folder / name).is_file()]
     missing = {'config.json', 'model.safetensors'} - {path.name for path in paths}
     if missing:
         raise CheckpointError(f'{folder} has no {min(missing)}: give a folder that holds a model.')

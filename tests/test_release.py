@@ -1,0 +1,64 @@
+"""What is released: a wheel that works without this repository, and one version everywhere."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from timm_cmhsa import __version__
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(*command, cwd, **env):
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+USE = '''
+import pathlib, sys, timm, timm_cmhsa
+assert pathlib.Path(timm_cmhsa.__file__).is_relative_to(sys.argv[1]), timm_cmhsa.__file__
+timm_cmhsa.save_for_hub(timm.create_model('test_cmhsa_conv_k3', num_classes=3), 'phase1')
+'''
+
+
+@pytest.mark.slow
+def test_the_wheel_works_without_this_repository(tmp_path):
+    pytest.importorskip('build')
+    pytest.importorskip('twine')
+    source, site = tmp_path / 'source', tmp_path / 'site'
+    run('git', 'clone', '-q', ROOT, source, cwd=tmp_path)
+    run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', 'dist', source, cwd=tmp_path)  # wheel from sdist
+    wheel, sdist = sorted((tmp_path / 'dist').iterdir())
+    assert (wheel.suffix, sdist.suffix) == ('.whl', '.gz')
+    run(sys.executable, '-m', 'twine', 'check', '--strict', wheel, sdist, cwd=tmp_path)
+    run(sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index', '--target', site, wheel, cwd=tmp_path)
+
+    (tmp_path / 'use.py').write_text(USE)
+    path = dict(PYTHONPATH=str(site))
+    run(sys.executable, '-m', 'timm_cmhsa', 'use.py', site, cwd=tmp_path, **path)
+    report = run(site / 'bin' / 'convert_checkpoint', 'phase1', 'phase2', cwd=tmp_path, **path)
+    assert report.endswith('written to phase2\n')
+    run(site / 'bin' / 'plot_attention', 'phase2', '--output', 'pictures', '--html', cwd=tmp_path, **path)
+    assert {'.png', '.html'} <= {file.suffix for file in (tmp_path / 'pictures').iterdir()}
+
+
+def test_one_version():
+    assert yaml.safe_load((ROOT / 'CITATION.cff').read_text(encoding='utf-8'))['version'] == __version__
+    headings = re.findall(r'^## \[(.*?)\]', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.MULTILINE)
+    assert headings[:2] == ['Unreleased', __version__]
+
+
+@pytest.mark.parametrize(('tag', 'status'), [(f'v{__version__}', 0), (f'v{__version__}.1', 1), (__version__, 1)])
+def test_a_tag_of_another_version_is_not_released(tag, status):
+    workflow = yaml.safe_load((ROOT / '.github/workflows/release.yml').read_text(encoding='utf-8'))
+    check = workflow['jobs']['build']['steps'][2]
+    done = subprocess.run(
+        ['bash', '-ec', check['run']], cwd=ROOT, env={**os.environ, 'GITHUB_REF_NAME': tag}, capture_output=True,
+        text=True)
+    assert (done.returncode, 'says' in done.stdout) == (status, status == 1)
