@@ -1,4 +1,5 @@
 """What is published also loads in transformers, and computes there what it computes in timm."""
+import re
 import subprocess
 import sys
 
@@ -104,6 +105,16 @@ def test_pipeline(in_chans, tmp_path, caplog):
     scores = {answer['label']: answer['score'] for answer in classify(image)}
     assert scores == pytest.approx(dict(zip(LABELS, expected.tolist())), abs=1e-6)
     assert 'not supported' not in caplog.text
+
+
+@pytest.mark.parametrize(('num_classes', 'size'), [(3, 3), (0, 48)])
+def test_what_the_card_says(num_classes, size, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Image.new('RGB', (48, 48)).save('image.png')
+    push_to_hub(create(num_classes=num_classes, **HEADS), 'alice/net')
+    names = {}
+    exec(re.findall(r'```python\n(.*?)```', hub.files('alice/net')['README.md'].decode(), re.DOTALL)[1], names)
+    assert len(names['answer'] if num_classes else names['answer'][0][0]) == size
 
 
 def test_fine_tuned_and_saved(published, tmp_path):

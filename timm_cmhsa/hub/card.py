@@ -52,6 +52,7 @@ def model_card(
             },
             'usage': _read('usage.md').format(
                 repo_id=repo_id,
+                task=task,
                 mode={1: 'L', 2: 'LA', 3: 'RGB', 4: 'RGBA'}.get(model.in_chans, f'{model.in_chans} channels'),
                 output='probabilities' if classifies else 'features',
                 function='.softmax(dim=-1)' if classifies else '',
