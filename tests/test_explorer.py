@@ -116,8 +116,8 @@ def page(path, browser):
     assert {url.partition(':')[0] for url in requested} <= {'file', 'data'}
 
 
-def wait(browser, condition):
-    WebDriverWait(browser, 10).until(lambda _: condition())
+def wait(browser, condition, seconds=10):
+    WebDriverWait(browser, seconds).until(lambda _: condition())
 
 
 def colors(browser, canvas):
@@ -137,7 +137,7 @@ def expected_colors(weights):
 def point_at(browser, canvas, row, col):
     """Move the mouse to the middle of a patch."""
     element = browser.find_element(By.ID, canvas)
-    browser.execute_script('arguments[0].scrollIntoView({block: "center"})', element)
+    browser.execute_script('arguments[0].scrollIntoView({block: "center", behavior: "instant"})', element)
     size = element.size
     x, y = (round(((index + 0.5) / count - 0.5) * size[side])
             for index, count, side in ((col, 8, 'width'), (row, 6, 'height')))
