@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,7 +111,7 @@ def test_an_image_its_classes_and_where_heads_look(folder, page):
 @pytest.mark.slow
 def test_what_is_no_image_is_told_in_one_line(folder, page):
     upload(page, folder / 'broken.png')
-    told = 'broken.png is truncated, corrupt or not an image ('
+    told = "broken.png cannot be read: cannot identify image file 'broken.png'."
     wait(page, lambda: told in page.find_element(By.TAG_NAME, 'body').text, 60)
     assert not page.find_elements(By.TAG_NAME, 'iframe')
 
@@ -145,3 +146,12 @@ def test_bad_options_are_exit_2(arguments):
     with pytest.raises(SystemExit) as e:
         main(arguments)
     assert e.value.code == 2
+
+
+@with_gradio
+@pytest.mark.slow
+def test_the_space_asks_the_hub_for_its_models(hub):
+    app = Path(__file__).parents[1] / 'examples' / 'space' / 'app.py'
+    result = subprocess.run([sys.executable, app], capture_output=True, text=True)
+    expected = 'error: USER/NAME: there is no such repository, or it is private and the token gives no right to it.'
+    assert (result.returncode, result.stderr) == (1, f'python -m timm_cmhsa.demo: {expected}\n')

@@ -2,8 +2,8 @@
 
     python -m timm_cmhsa.demo phase2.safetensors --before converted.safetensors
 
-serves it on this machine alone. Nothing is sent anywhere. The folder examples/space makes a Space of the Hugging Face
-Hub of it. Needs gradio: pip install 'timm_cmhsa[demo]'.
+serves it on this machine alone, and sends nothing anywhere. The files in examples/space make a Space of the Hugging
+Face Hub of it. Needs gradio: pip install 'timm_cmhsa[demo]'.
 """
 import argparse
 import html
@@ -19,10 +19,11 @@ from timm.utils import ParseKwargs
 from torch import nn
 
 from .cli import Parser, parse_args, run_command, say
-from .files import CheckpointError, reading
+from .files import CheckpointError
 from .hub.download import PREFIXES, download
 from .hub.errors import HubError
 from .images import data_config, image_reader
+from .messages import one_line
 from .version import __version__
 
 NUM_CLASSES = 5  # told of an image
@@ -98,7 +99,7 @@ def make_app(model: nn.Module, before: Optional[nn.Module] = None) -> Any:
     """
     import gradio as gr
 
-    from .plots import PlotError, explorer_html
+    from .plots import explorer_html
     from .plots.data import model_name
 
     models: Dict[str, Any] = {'Classes': model}
@@ -113,11 +114,11 @@ def make_app(model: nn.Module, before: Optional[nn.Module] = None) -> Any:
             return [*(None for _ in models), '']
         name = Path(path).name
         try:
-            with reading(Path(name), 'an image'):
-                image = read(Path(path)).unsqueeze(0)
-            page = explorer_html(model, image, [name], before=before)
-        except (CheckpointError, PlotError) as e:
-            raise gr.Error(str(e), title='This does not work', print_exception=False) from e
+            image = read(Path(path)).unsqueeze(0)
+        except Exception as e:  # Decoders of broken files raise anything.
+            reason = one_line(e).replace(path, name)
+            raise gr.Error(f'{name} cannot be read: {reason}.', print_exception=False) from e
+        page = explorer_html(model, image, [name], before=before)
         return [*(probabilities(each, image) for each in models.values()), frame(page)]
 
     with gr.Blocks(title=f'{model_name(model)}: attention', analytics_enabled=False,
