@@ -42,3 +42,24 @@ def hub(request, monkeypatch):
     shutil.rmtree(os.path.join(HUB_HOME.name, 'hub'), ignore_errors=True)  # what huggingface_hub has fetched
     monkeypatch.setenv('HF_TOKEN', 'hf_alice')
     return HUB
+
+
+@pytest.fixture(scope='module')
+def browser(tmp_path_factory):
+    """A headless browser that logs what it is told and what it asks for."""
+    chromium, driver = shutil.which('chromium') or shutil.which('google-chrome'), shutil.which('chromedriver')
+    if chromium is None or driver is None:
+        pytest.skip('needs chromium and chromedriver: apt-get install chromium chromium-driver')
+    from selenium import webdriver
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for argument in (
+            'headless=new', 'no-sandbox', 'disable-gpu', 'disable-dev-shm-usage', 'no-first-run',
+            'disable-background-networking', 'disable-component-update', 'disable-sync', 'disable-quic',
+            f'user-data-dir={tmp_path_factory.mktemp("profile")}', 'window-size=1200,1600'):
+        options.add_argument(f'--{argument}')
+    options.set_capability('goog:loggingPrefs', {'browser': 'ALL', 'performance': 'ALL'})
+    browser = webdriver.Chrome(options, webdriver.ChromeService(driver))
+    browser.get('about:blank')  # instead of its own start page
+    yield browser
+    browser.quit()

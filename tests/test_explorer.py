@@ -3,7 +3,6 @@ import base64
 import io
 import json
 import re
-import shutil
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import timm
 import torch
 from matplotlib import colormaps
 from PIL import Image
-from selenium import webdriver
 from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
@@ -21,8 +19,6 @@ from timm_cmhsa.analysis import attention_maps
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.plots import PlotError, explorer_html
 
-BROWSER = shutil.which('chromium') or shutil.which('google-chrome')
-DRIVER = shutil.which('chromedriver')
 TITLES = ['</script><b>one</b>', 'a & b', 'three']
 
 
@@ -97,22 +93,12 @@ def test_pages_that_no_browser_likes_are_refused():
         explorer_html(model, images)
 
 
-@pytest.fixture(scope='module')
-def browser(tmp_path_factory):
-    if BROWSER is None or DRIVER is None:
-        pytest.skip('needs chromium and chromedriver: apt-get install chromium chromium-driver')
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in (
-            'headless=new', 'no-sandbox', 'disable-gpu', 'disable-dev-shm-usage', 'no-first-run',
-            'disable-background-networking', 'disable-component-update', 'disable-sync', 'disable-quic',
-            f'user-data-dir={tmp_path_factory.mktemp("profile")}', 'window-size=1200,1600'):
-        options.add_argument(f'--{argument}')
-    options.set_capability('goog:loggingPrefs', {'browser': 'ALL', 'performance': 'ALL'})
-    driver = webdriver.Chrome(options, webdriver.ChromeService(DRIVER))
-    driver.get('about:blank')  # instead of its own start page
-    yield driver
-    driver.quit()
+def test_models_that_are_not_alike_are_refused(shown):
+    for model in (
+            timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=4),
+            timm.create_model('test_cmhsa_attn', img_size=(12, 16), depth=3, num_heads=[4, 5, 4], patch_size=2)):
+        with pytest.raises(PlotError, match='the two models have other image sizes, attention layers, heads or grids'):
+            explorer_html(*shown[:2], before=model)
 
 
 @pytest.fixture
@@ -130,8 +116,8 @@ def page(path, browser):
     assert {url.partition(':')[0] for url in requested} <= {'file', 'data'}
 
 
-def wait(browser, condition):
-    WebDriverWait(browser, 10).until(lambda _: condition())
+def wait(browser, condition, seconds=10):
+    WebDriverWait(browser, seconds).until(lambda _: condition())
 
 
 def colors(browser, canvas):
@@ -151,7 +137,7 @@ def expected_colors(weights):
 def point_at(browser, canvas, row, col):
     """Move the mouse to the middle of a patch."""
     element = browser.find_element(By.ID, canvas)
-    browser.execute_script('arguments[0].scrollIntoView({block: "center"})', element)
+    browser.execute_script('arguments[0].scrollIntoView({block: "center", behavior: "instant"})', element)
     size = element.size
     x, y = (round(((index + 0.5) / count - 0.5) * size[side])
             for index, count, side in ((col, 8, 'width'), (row, 6, 'height')))
@@ -166,19 +152,19 @@ def text(browser, name):
     return browser.find_element(By.ID, name).text
 
 
-def check_shown(browser, maps, image, head, query, key):
-    """Point at a key, and compare what is told and drawn with the maps."""
+def check_shown(browser, maps, image, head, query, key, view=''):
+    """Point at a key, and compare what is told and drawn with the maps; `view` is what ids of the map start with."""
     weights = maps.weights[image, head, query[0] * 8 + query[1]]
     largest = weights.max().item()
-    point_at(browser, 'map', *key)
-    wait(browser, lambda: text(browser, 'key').startswith(f'on row {key[0] + 1}, column {key[1] + 1} ('))
-    told = float(text(browser, 'weight').removesuffix(' %')) / 100
+    point_at(browser, f'{view}map', *key)
+    wait(browser, lambda: text(browser, f'{view}key').startswith(f'on row {key[0] + 1}, column {key[1] + 1} ('))
+    told = float(text(browser, f'{view}weight').removesuffix(' %')) / 100
     assert told == pytest.approx(weights[key[0] * 8 + key[1]].item(), abs=largest / 509 + 5.1e-5)
-    zero_key = float(text(browser, 'zero').split(' %')[0]) / 100
+    zero_key = float(text(browser, f'{view}zero').split(' %')[0]) / 100
     assert zero_key == pytest.approx(maps.zero_key[image, head, query[0] * 8 + query[1]].item(), abs=5.1e-5)
-    assert text(browser, 'largest') == f'{100 * largest:.2f} %'
+    assert text(browser, f'{view}largest') == f'{100 * largest:.2f} %'
     assert text(browser, 'query') == f'row {query[0] + 1}, column {query[1] + 1}'
-    wait(browser, lambda: np.abs(colors(browser, '#map') - expected_colors(weights)).max() < 4)
+    wait(browser, lambda: np.abs(colors(browser, f'#{view}map') - expected_colors(weights)).max() < 4)
 
 
 @pytest.mark.slow
@@ -284,3 +270,23 @@ def test_the_page_fits_a_phone(shown, page, scheme):
     finally:
         page.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
         page.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
+
+
+@pytest.mark.slow
+def test_two_models_are_shown_beside_each_other(shown, browser, tmp_path):
+    model, images, maps = shown
+    before = sharpened(timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=[4, 5, 4]))
+    (tmp_path / 'page.html').write_text(explorer_html(model, images[:1], before=before), encoding='utf-8')
+    browser.get((tmp_path / 'page.html').as_uri())
+    wait(browser, lambda: colors(browser, '#before-map').any())
+    choose(browser, 'heads', 2)
+    point_at(browser, 'image', 1, 6)
+    for view, each in (('', maps), ('before-', attention_maps(before, images[:1]))):
+        check_shown(browser, each['blocks.0.attn'], image=0, head=2, query=(1, 6), key=(3, 2), view=view)
+        assert text(browser, f'{view}map-heading') == f"{'Before' if view else 'After'}: head 3 in blocks.0.attn"
+    assert not browser.find_element(By.ID, 'images').is_displayed()  # there is no choice
+    small = [colors(browser, f'#heads label:nth-of-type(4) canvas:nth-of-type({i})') for i in (1, 2)]
+    for each, drawn in zip((attention_maps(before, images[:1]), maps), small):
+        weights = each['blocks.0.attn'].weights[0, 3, 1 * 8 + 6]
+        assert np.abs(drawn - expected_colors(weights)).max() < 4
+    assert browser.get_log('browser') == []

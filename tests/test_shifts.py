@@ -412,6 +412,15 @@ def test_a_smaller_grid_forgets_offsets():
     torch.testing.assert_close(attention(images), model(images))
 
 
+def test_shifts_are_published_as_attention(tmp_path):
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True, num_classes=3)
+    train_a_little(model.reset_classifier(4) or model)
+    timm_cmhsa.save_for_hub(model, tmp_path / 'model')
+    loaded = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True).eval()
+    assert not loaded.hard_attn
+    torch.testing.assert_close(loaded(IMAGES), model(IMAGES), atol=1e-6, rtol=0)
+
+
 def test_heads_without_an_output():
     model = timm.create_model('test_cmhsa_attn', hard_attn=True).eval()
     nn.init.zeros_(model.blocks[0].attn.proj.weight)

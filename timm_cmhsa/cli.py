@@ -44,7 +44,7 @@ from several checkpoints, also how that moves during training. Exit code 2: bad 
 def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `convert_checkpoint`; return its exit code."""
     parser, push_options = _convert_parser()
-    args = _parse(parser, argv)
+    args = parse_args(parser, argv)
     if args.push_to_hub is None:
         for name in push_options:
             if getattr(args, name) != parser.get_default(name):
@@ -110,7 +110,7 @@ class Parser(argparse.ArgumentParser):
         say(*message.splitlines(), file=file or sys.stderr)
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]) -> argparse.Namespace:
+def parse_args(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]) -> argparse.Namespace:
     try:
         return parser.parse_args(argv)
     except ValueError:  # of timm's ParseKwargs
@@ -288,7 +288,7 @@ def _add_push_options(parser: argparse.ArgumentParser) -> List[str]:
 def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `plot_attention`; return its exit code."""
     parser = _plot_parser()
-    args = _parse(parser, argv)
+    args = parse_args(parser, argv)
     try:
         from .plots import PlotError, in_order_of_training, plot_attention
     except ModuleNotFoundError as e:

@@ -3,7 +3,7 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from PIL import Image
@@ -68,21 +68,16 @@ def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tenso
     """
     if not folder.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
-    config = data_config(model)
-    in_chans = config['input_size'][0]
-    modes = {1: 'L', 3: 'RGB'}
-    if in_chans not in modes:
-        raise CheckpointError(f'{folder} cannot be used: images have 1 or 3 channels, the model {in_chans}.')
+    read, size = image_reader(model), data_config(model)['input_size']
     files = image_files(folder)
     files = [files[i] for i in evenly_spaced(len(files), count)]
-    if len(files) * math.prod(config['input_size']) > MAX_VALUES:
-        raise CheckpointError(f"{len(files)} images of {config['input_size']} do not fit into memory: take fewer.")
-    transform = create_transform(**config)
+    if len(files) * math.prod(size) > MAX_VALUES:
+        raise CheckpointError(f'{len(files)} images of {size} do not fit into memory: take fewer.')
     images, names, unread = [], [], []
     for file in files:
         name = printable(str(file.relative_to(folder)))
         try:
-            images.append(transform(read_image(file, modes[in_chans])))
+            images.append(read(file))
             names.append(name)
         except Exception as e:  # Decoders of broken files raise anything.
             unread.append((name, one_line(e)))
@@ -92,6 +87,17 @@ def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tenso
     for name, reason in unread:
         _logger.warning('%s is left out, it cannot be read: %s.', name, reason)
     return torch.stack(images), names
+
+
+def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
+    """Return what reads an image file and prepares it for a model, (C, H, W)."""
+    config = data_config(model)
+    in_chans = config['input_size'][0]
+    modes = {1: 'L', 3: 'RGB'}
+    if in_chans not in modes:
+        raise CheckpointError(f'images have 1 or 3 channels, the model {in_chans}.')
+    transform = create_transform(**config)
+    return lambda file: transform(read_image(file, modes[in_chans]))
 
 
 def image_files(folder: Path) -> List[Path]:

@@ -18,7 +18,7 @@ from torch.func import functional_call
 
 from ..analysis import eval_mode
 from ..checkpoints import json_args, write_folder
-from ..cmhsa import Cmhsa
+from ..cmhsa import Cmhsa, CmhsaAttn
 from ..destination import FILE_SUFFIXES, MODEL_FILES, check_destination, whole_or_nothing
 from ..files import CheckpointError, read_text
 from ..images import data_config
@@ -150,6 +150,8 @@ def _check_loads_alike(model: Cmhsa, folder: Path) -> None:
         loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     except (RuntimeError, TypeError, ValueError) as e:
         raise CheckpointError(f'timm cannot make this model again ({one_line(e)}): {advice}') from e
+    if isinstance(model, CmhsaAttn) and model.hard_attn:
+        loaded.set_hard_attn()  # published as attention, compared as what the model computes now
     generator = torch.Generator().manual_seed(0)
     images = torch.randn(2, model.in_chans, *model.patch_embed.img_size, generator=generator, dtype=torch.float64)
     tensors = {name: tensor.cpu().double() for name, tensor in model.state_dict().items()}

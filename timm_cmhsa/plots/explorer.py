@@ -10,7 +10,7 @@ from PIL import Image
 from torch import nn
 
 from ..analysis import AttentionMaps
-from ..images import to_pixels
+from ..images import data_config, to_pixels
 from ..pixel import PositionalAttention
 from .data import PlotError, finite_maps, layers_to_draw, model_name, num_weights
 
@@ -23,39 +23,57 @@ def explorer_html(
         images: torch.Tensor,
         titles: Optional[Sequence[str]] = None,
         layers: Optional[Container[str]] = None,
+        before: Optional[nn.Module] = None,
 ) -> str:
     """Make a page that shows where every head looks from the patch under the mouse.
 
     Every map (one head, one query) is stored in 255 steps of its largest weight, the weight of the zero key exactly.
 
-    Images are the model's input, (B, C, H, W), `titles` their names; `layers` names those to show, by default all.
+    Args:
+        model: A model with attention of this package.
+        images: Input of the model, (B, C, H, W).
+        titles: Names of the images.
+        layers: Names of the layers to show, by default all.
+        before: The same model at an earlier time of its training, whose maps are shown beside.
 
     Raises:
-        PlotError: If the page would be too large, or the model has no attention.
+        PlotError: If the page would be too large, a model has no attention, or the two have other layers or heads.
     """
     shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
-    check_page_size(shown, len(images))
-    encoded: Dict[str, List[Dict[str, Optional[str]]]] = {}
-    for i, image in enumerate(images.split(1)):
-        for name, maps in finite_maps(model, image).items():
-            if name in shown and i < _num_maps(shown[name], len(images)):
-                encoded.setdefault(name, []).append(_encode_maps(maps))
+    if before is not None:
+        check_alike(model, before)
+    check_page_size(shown, len(images), 1 if before is None else 2)
+    encoded = {key: _encode_images(each, images, shown) for key, each in (('maps', model), ('before', before)) if each}
     titles = titles or [f'image {i + 1}' for i in range(len(images))]
     data: Dict[str, Any] = {
         'model': model_name(model),
         'steps': STEPS,
         'images': [{'title': title, 'png': _png(pixels)} for title, pixels in zip(titles, to_pixels(images, model))],
         'layers': [
-            {'name': name, 'grid': shown[name].grid_size, 'heads': shown[name].num_heads, 'maps': maps}
-            for name, maps in encoded.items()],
+            {'name': name, 'grid': shown[name].grid_size, 'heads': shown[name].num_heads,
+             **{key: maps[name] for key, maps in encoded.items()}}
+            for name in encoded['maps']],
     }
     page = resources.files(__package__).joinpath('explorer.html').read_text(encoding='utf-8')
     # No title can end the script that the data is in.
     return page.replace('{{data}}', json.dumps(data).replace('<', '\\u003c'))
 
 
-def check_page_size(layers: Mapping[str, Any], num_images: int) -> None:
-    size = sum(_num_maps(layer, num_images) * num_weights(layer) for layer in layers.values()) * 4 // 3  # base64
+def check_alike(model: nn.Module, before: nn.Module) -> None:
+    """Refuse two models whose heads cannot be shown beside each other for the same images."""
+    one, other = (
+        (data_config(each)['input_size'],
+         {name: (layer.num_heads, tuple(layer.grid_size)) for name, layer in layers_to_draw(each).items()})
+        for each in (model, before))
+    if one != other:
+        raise PlotError(
+            'the two models have other image sizes, attention layers, heads or grids: give the same model at two times '
+            'of its training.')
+
+
+def check_page_size(layers: Mapping[str, Any], num_images: int, num_models: int = 1) -> None:
+    weights = sum(_num_maps(layer, num_images) * num_weights(layer) for layer in layers.values())
+    size = num_models * weights * 4 // 3  # base64
     if size > MAX_PAGE_BYTES:
         raise PlotError(
             f'the page would be {size / 2 ** 20:.0f} MB large, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
@@ -64,6 +82,17 @@ def check_page_size(layers: Mapping[str, Any], num_images: int) -> None:
 
 def _num_maps(layer: Any, num_images: int) -> int:
     return 1 if type(layer) is PositionalAttention else num_images  # by position alone, it is the same for all
+
+
+def _encode_images(
+        model: nn.Module, images: torch.Tensor, layers: Mapping[str, Any]) -> Dict[str, List[Dict[str, Optional[str]]]]:
+    """Encode the maps of layers, a list by image for each."""
+    encoded: Dict[str, List[Dict[str, Optional[str]]]] = {}
+    for i, image in enumerate(images.split(1)):
+        for name, maps in finite_maps(model, image).items():
+            if name in layers and i < _num_maps(layers[name], len(images)):
+                encoded.setdefault(name, []).append(_encode_maps(maps))
+    return encoded
 
 
 def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
