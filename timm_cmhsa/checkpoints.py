@@ -302,6 +302,7 @@ def write_folder(model: Cmhsa, folder: Path, metadata: Dict[str, str], config: O
     save_config_for_hf(model, folder / 'config.json', model_args=json_args(model), model_config=config)
     written = json.loads((folder / 'config.json').read_bytes())
     del written['model_args']['num_classes']  # which stands outside as well: transformers gives timm both
+    written['model_args'].pop('hard_attn', None)  # how it was trained: it is attention
     (folder / 'config.json').write_text(json.dumps(written, indent=2), encoding='utf-8')
 
 
