@@ -48,7 +48,9 @@ def folder(tmp_path_factory):
 def address(folder):
     """The address of the running command; when it is stopped, it says so in one line."""
     command = [sys.executable, '-m', 'timm_cmhsa.demo', f'local-dir:{folder / "after"}', '--before', folder / 'before']
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background jobs ignore Ctrl-C
     told = process.stdout.readline()
     assert told.startswith('open http://127.0.0.1:'), process.communicate()
     yield told.split()[1]
