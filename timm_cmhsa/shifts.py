@@ -186,9 +186,8 @@ class ShiftedAttention(nn.Module):
             rest: A layer with the other heads, without this bias.
         """
         super().__init__()
-        used = {shift: each.without_idle() for shift, each in shifts.items()}
-        first = next(iter(used))
-        used = {shift: each for shift, each in used.items() if len(each.value) or shift == first}  # one at least
+        used = {shift: each.without_idle() for shift, each in shifts.items() if each.output.any()}
+        used = used or dict([next(iter(shifts.items()))])  # one at least
         factors = list(used.values())
         output, value = factors[0].output, factors[0].value
         self.grid_size = grid_size
