@@ -313,7 +313,7 @@ def test_natural_images(tmp_path):
     results = json.loads((tmp_path / 'results.json').read_text())
     assert [record['title'] for record in results.values()] == ['phase 1', 'two phases, peak 0.75, global head held']
     soft = results[max(results)]
-    assert soft['before']['top1'] == pytest.approx(results[soft['phase1']]['test']['top1'], abs=1e-4)  # exact
+    assert soft['before']['top1'] == pytest.approx(results[soft['after']]['test']['top1'], abs=1e-4)  # exact
     assert max(soft['bias_movement']) > 0
     assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 2)] == [
         'phase 1', 'two phases, peak 0.75, global head held']
