@@ -402,6 +402,16 @@ def test_what_is_refused_leaves_the_model_as_it_was():
     torch.testing.assert_close(hard.eval()(IMAGES), model(IMAGES))
 
 
+def test_on_a_grid_where_heads_leak_too_much_the_model_is_attention():
+    model = converted(sharpness=30.)
+    model.set_hard_attn()
+    with pytest.raises(ValueError, match='8 of 9 heads do not'):
+        model.set_input_size(256)
+    assert not model.hard_attn
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert model(torch.randn(1, 3, 256, 256)).isfinite().all()
+
+
 def test_a_smaller_grid_forgets_offsets():
     model = timm.create_model('test_cmhsa_attn', hard_attn=True, img_size=64, num_heads=30).eval()
     for size in (8, 64):

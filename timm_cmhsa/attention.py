@@ -112,7 +112,7 @@ class RelPosAttention(OnGrid, Attention):
         if grid_size != self.grid_size:
             super().set_grid_size(grid_size)
             self.absorb, self.chunk_size = self.default_form()
-            self.shifted = None  # as attention until the shifts are found again
+            self.set_hard_attn(None)  # until the shifts are found again
 
     def set_hard_attn(self, shifts: Optional[Sequence[Optional[Shift]]]) -> None:
         """Compute heads as these shifts, for training too, or as attention again if there are none.
@@ -234,7 +234,7 @@ class RelPosAttention(OnGrid, Attention):
         replace_weight(self.qkv, weight, None if bias is None else bias.flatten())
         replace_weight(self.proj, out_weight, self.proj.bias)
         self.num_heads, self.attn_dim = len(heads), len(heads) * self.head_dim
-        self.shifted = None
+        self.set_hard_attn(None)
         self.absorb, self.chunk_size = self.default_form()
 
     def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:

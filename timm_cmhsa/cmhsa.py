@@ -283,16 +283,15 @@ class CmhsaAttn(Cmhsa):
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
         super().set_input_size(img_size, patch_size)
-        if self.hard_attn:
-            self.set_hard_attn()
+        _find_shifts_again(self)
 
 
 def _is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _find_shifts_again(model: nn.Module, incompatible_keys: Any) -> None:
-    """Find the shifts of loaded biases. Where heads are none, the model is attention again."""
+def _find_shifts_again(model: nn.Module, incompatible_keys: Any = None) -> None:
+    """Find the shifts of other biases, or on another grid. Where heads are none, the model is attention again."""
     assert isinstance(model, CmhsaAttn)
     if not model.hard_attn or _is_on_meta(model):
         return
