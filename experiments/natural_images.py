@@ -14,8 +14,9 @@ import json
 import os
 import statistics
 import sys
+import threading
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from statistics import mean
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
@@ -210,7 +211,7 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
     if not runs:
         return
     os.environ['TQDM_DISABLE'] = '1'  # of the other processes
-    with ProcessPoolExecutor(args.workers, mp_context=get_context('spawn')) as pool:
+    with ProcessPoolExecutor(args.workers, mp_context=get_context('spawn'), initializer=end_with_parent) as pool:
         futures = [pool.submit(do, run, args.data_dir, args.num_held_out, args.output) for run in runs]
         try:
             for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=False):
@@ -220,6 +221,16 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it is killed: two of a kind would write to the same checkpoints."""
+    def wait() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, Record]:

@@ -4,6 +4,7 @@ import math
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import figure2
@@ -294,18 +295,23 @@ def test_pixel_models(tmp_path):
         assert {'attention.png', 'centers.png', 'attention.html'} <= names
 
 
-@pytest.mark.slow
-def test_natural_images(tmp_path):
-    """A row on noise: every run is done once, and what is there is read again."""
+def natural_images(tmp_path, *options):
+    """Return the command of this experiment, on noise."""
     for folder, count in (('train/a', 60), ('train/b', 60), ('validation/a', 5), ('validation/b', 5)):
         (tmp_path / 'data' / folder).mkdir(parents=True)
         for i in range(count):
             pixels = np.random.RandomState(i).randint(0, 256, (32, 32, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(tmp_path / 'data' / folder / f'{i}.png')
-    command = [
+    return [
         sys.executable, EXPERIMENTS / 'natural_images.py', '--data-dir', tmp_path / 'data', '--num-train', '100',
-        '--num-held-out', '10', '--learning-rates', '1e-3', '--epochs', '1', '--seeds', '1', '--results',
-        tmp_path / 'results.json', '--output', tmp_path / 'output', '--rows', '*held', '--workers', '1']
+        '--num-held-out', '10', '--learning-rates', '1e-3', '--seeds', '1', '--results', tmp_path / 'results.json',
+        '--output', tmp_path / 'output', '--workers', '1', *options]
+
+
+@pytest.mark.slow
+def test_natural_images(tmp_path):
+    """Every run is done once, and what is there is read again."""
+    command = natural_images(tmp_path, '--epochs', '1', '--rows', '*held')
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -318,3 +324,15 @@ def test_natural_images(tmp_path):
     assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 2)] == [
         'phase 1', 'two phases, peak 0.75, global head held']
     assert (tmp_path / 'results.png').stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_natural_images_killed(tmp_path):
+    """The runs end with the command: later ones write to the same checkpoints."""
+    command = natural_images(tmp_path, '--epochs', '1000', '--rows', 'phase 1')
+    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    while not list(tmp_path.glob('output/*/model/last.pth.tar')):
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.kill()
+    process.communicate(timeout=60)  # until no process has this pipe open
