@@ -442,13 +442,13 @@ def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 @register_model
 def cmhsa_attn_soft(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 10 heads of 768, enough for soft heads of 3 x 3 convolutions. """
+    """ CMHSA, self-attention phase, with 10 heads of 768: as many as soft heads need. """
     return create_cmhsa(CmhsaAttn, 'cmhsa_attn_soft', pretrained, kwargs, num_heads=10, rel_pos='padded_table')
 
 
 @register_model
 def cmhsa_attn_soft_20x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 20 thin heads of 96, enough for soft heads of 5 x 5 convolutions. """
+    """ CMHSA, self-attention phase, with 20 thin heads of 96: as many as soft heads need. """
     return create_cmhsa(
         CmhsaAttn, 'cmhsa_attn_soft_20x96', pretrained, kwargs, num_heads=20, head_dim=96, rel_pos='padded_table')
 
