@@ -34,6 +34,7 @@ from tqdm import tqdm
 
 import timm_cmhsa
 from timm_cmhsa import attention_maps, head_statistics
+from timm_cmhsa.plots import attention_figure, attention_from
 from timm_cmhsa.rel_pos import PaddedRelPosTable, RelPosTable
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
@@ -164,6 +165,7 @@ def main() -> None:
     finish([plan(row, seed, rates, args) for seed in range(args.seeds) for row in rows], results, args)
     write_whole(args.results.with_suffix('.md'), report(results, args))
     draw_curves(results, args)
+    draw_maps(results, args)
     print(report(results, args))
 
 
@@ -173,7 +175,7 @@ def parse_args() -> argparse.Namespace:
     add('--data-dir', type=Path, required=True, help='images, see above')
     add('--num-train', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--num-held-out', type=positive_int, default=1000, help='others, to choose by (default: %(default)s)')
-    add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3],
+    add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
         help='that every row chooses from (default: %(default)s)')
     add('--epochs', type=positive_int, default=40, help='of each phase (default: %(default)s)')
     add('--seeds', type=positive_int, default=3, help='number of seeds (default: %(default)s)')
@@ -240,14 +242,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
     folder = run.folder(output)
     folder.mkdir(parents=True, exist_ok=True)
     data = split_photos(data_dir, run.num_train, num_held_out, run.seed)
-    stage = Stage(
-        'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
-        batch_size=100, mixup=0.5, amp=True)
-    model = create(stage, run.seed)
-    if run.after:
-        load_checkpoint(model, str(run.after.checkpoint(output)))
-        assert run.row.rewrite is not None
-        model = {**REWRITES, **REWRITES_OF_RESNET}[run.row.rewrite](model.eval())
+    stage, model = start(run, output)
     model = model.to(device)
     held = [values for layer in tables(model) for values in global_head(layer)] if run.row.rewrite == HELD else []
     copies = [values.clone() for values in held]
@@ -278,6 +273,19 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
         device=torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU',
         versions=VERSIONS,
     )
+
+
+def start(run: Run, output: Path) -> Tuple[Stage, Any]:
+    """Return how a run trains, and its model before that."""
+    stage = Stage(
+        'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
+        batch_size=100, mixup=0.5, amp=True)
+    model = create(stage, run.seed)
+    if run.after:
+        load_checkpoint(model, str(run.after.checkpoint(output)))
+        assert run.row.rewrite is not None
+        model = {**REWRITES, **REWRITES_OF_RESNET}[run.row.rewrite](model.eval())
+    return stage, model
 
 
 def tables(model: nn.Module) -> List[Any]:
@@ -382,6 +390,29 @@ def draw_curves(results: Results, args: argparse.Namespace) -> None:
         axis.set(xlabel='core minutes', ylabel=label, xscale='log')
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right upper', fontsize=7, frameon=False)
     figure.savefig(args.results.with_suffix('.png'))
+
+
+def draw_maps(results: Results, args: argparse.Namespace) -> None:
+    """Draw where heads look from the centre, before and after phase 2 of the best row whose biases learn."""
+    best, rows = best_records(results, args), {row.title: row for row in make_rows(args.epochs)}
+    soft_rows = {title: records for title, records in best.items() if max(records[0]['bias_movement'], default=0) > 0}
+    if not soft_rows:
+        return
+    title = max(soft_rows, key=lambda title: mean(record['test']['top1'] for record in soft_rows[title]))
+    record = soft_rows[title][0]
+    first = results[record['after']] if record['after'] else record
+    run = plan(rows[title], record['seed'], {title: record['lr'], first['title']: first['lr']}, args)
+    if not all(each.checkpoint(args.output).exists() for each in (run, run.after) if each):
+        return
+    images = split_photos(args.data_dir, args.num_train, args.num_held_out, run.seed).test.images[:NUM_LOOKED_AT]
+    model = start(run, args.output)[1].eval()
+    before = attention_maps(model, images)
+    load_checkpoint(model, str(run.checkpoint(args.output)))
+    attention: Dict[str, Any] = {}
+    for name, maps in attention_maps(model, images).items():
+        attention |= {f'{name}, before': attention_from(before[name]), f'{name}, after': attention_from(maps)}
+    figure = attention_figure(attention, f'{title}: attention before and after phase 2')
+    figure.savefig(args.results.with_name(f'{args.results.stem}_maps.png'))
 
 
 if __name__ == '__main__':

@@ -323,7 +323,8 @@ def test_natural_images(tmp_path):
     assert max(soft['bias_movement']) > 0
     assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 2)] == [
         'phase 1', 'two phases, peak 0.75, global head held']
-    assert (tmp_path / 'results.png').stat().st_size > 10_000
+    for picture in ('results.png', 'results_maps.png'):
+        assert (tmp_path / picture).stat().st_size > 10_000
 
 
 @pytest.mark.slow
