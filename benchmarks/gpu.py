@@ -88,12 +88,13 @@ def quick_parts(folder: Path, device: str) -> List[Part]:
     """Return the parts but for the compiled one, each with little to do."""
     tests, measure, grids, operators, _ = all_parts(folder)
     model, small = 'cmhsa_conv_k3', ['--device', device, '--batch-size', '1']
+    layers = resolution.BASELINE, 'cmhsa_attn_16x96'
     return [
         tests._replace(command=[*tests.command, '-k', 'chunk']),
         measure._replace(
             command=[*measure.command, *small, '--steps', '1', '--rounds', '1', '--models', model],
             data=folder / f'{device}-bfloat16-batch1.json'),
-        grids._replace(command=[*grids.command, *small, '--repeats', '1', '--grids', '2']),
+        grids._replace(command=[*grids.command, *small, '--repeats', '1', '--grids', '2', '--layers', *layers]),
         operators._replace(command=[*operators.command[:-2], model, *small]),
     ]
 

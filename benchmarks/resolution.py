@@ -56,7 +56,7 @@ def main() -> None:
     results: Dict[str, Any] = {'about': about(f'python benchmarks/resolution.py {options}', args), 'measured': {}}
     failed = []
     for grid in map(str, args.grids):
-        for layer in LAYERS:
+        for layer in args.layers:
             measured = results['measured'].setdefault(grid, {}).setdefault(layer, {})
             for phase in PHASES:
                 try:
@@ -79,6 +79,7 @@ def parse_args() -> argparse.Namespace:
     add('--batch-size', type=int, default=1, help='images (default: %(default)s)')
     add('--amp', action='store_true', help='autocast to bfloat16')
     add('--grids', type=int, nargs='+', default=[14, 28, 42, 64], help='patches per side (default: %(default)s)')
+    add('--layers', nargs='+', default=list(LAYERS), choices=list(LAYERS), metavar='LAYER', help='default: all')
     add('--repeats', type=int, default=3, help='default: %(default)s')
     add('--output', type=Path, metavar='FILE', help='JSON to write, layer by layer')
     add('--measure', nargs=3, metavar=('LAYER', 'GRID', 'PHASE'), help=argparse.SUPPRESS)
@@ -120,7 +121,7 @@ def table(results: Dict[str, Any]) -> str:
         for layer, measured in layers.items():
             cells = []
             for phase in PHASES:
-                base = layers[BASELINE].get(phase, {})
+                base = layers.get(BASELINE, {}).get(phase, {})
                 for key in ('ms', 'MiB'):
                     value = measured.get(phase, {}).get(key)
                     cells.append('-' if value is None else f'{value:.0f}' if value >= 10 else f'{value:.2f}')

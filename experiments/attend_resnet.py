@@ -1,6 +1,6 @@
 """A whole ResNet-18 as attention: convert, compare, fine-tune, on the digits: python experiments/attend_resnet.py
 
-timm's `resnet18` is trained on 400 digits, each at a random place on a 32 x 32 canvas. `attend_convs` then replaces its
+timm's `resnet18` is trained on digits, each at a random place on a 32 x 32 canvas. `attend_convs` then replaces its
 convolutions by self-attention that computes the same function: all of them, or those of the last two stages. Both
 train on, beside the CNN itself. About 20 minutes on 2 cores.
 
@@ -27,7 +27,6 @@ from torch import nn
 from timm_cmhsa import attend_convs, attention_summary
 from timm_cmhsa.plots import plot_attention
 
-NUM_TRAIN = 400
 INPUT_SIZE = (1, CANVAS, CANVAS)
 MODEL_ARGS = dict(in_chans=1, num_classes=10)
 ALL = 'all convolutions'
@@ -36,31 +35,34 @@ NAMES = {ALL: '*', 'last two stages': ['layer3.*', 'layer4.*']}  # of what becom
 
 def main() -> None:
     args = parse_args()
-    folders = [args.output / f'seed{seed}-epochs{args.epochs}' for seed in range(args.seeds)]
-    results = [compare(seed, args.epochs, folder) for seed, folder in enumerate(folders)]
+    folders = [
+        args.output / f'images{args.num_train}-seed{seed}-epochs{args.epochs}' for seed in range(args.seeds)]
+    results = [compare(seed, args.num_train, args.epochs, folder) for seed, folder in enumerate(folders)]
     models = forms_of(timm.create_model('resnet18', **MODEL_ARGS))
     for title in NAMES:
         print(f'{title}:\n{attention_summary(models[title])}')
     table = markdown(results, models)
     write_whole(args.output / 'attend_resnet.md', table)
     print(table)
-    draw(models[ALL], folders[0] / folder_name(ALL) / 'last.pth.tar', args.output / 'pictures')
+    images = split_digits(args.num_train, seed=0)[2].first()
+    draw(models[ALL], images, folders[0] / folder_name(ALL) / 'last.pth.tar', args.output / 'pictures')
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'attend_resnet', seeds=3)
-    parser.add_argument(
-        '--epochs', type=positive_int, default=40, help='of the CNN; half as many to fine-tune (default: %(default)s)')
+    add = parser.add_argument
+    add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
+    add('--epochs', type=positive_int, default=40, help='of the CNN; half as many to fine-tune (default: %(default)s)')
     return parser.parse_args()
 
 
-def compare(seed: int, epochs: int, folder: Path) -> Dict[str, Dict[str, float]]:
+def compare(seed: int, num_train: int, epochs: int, folder: Path) -> Dict[str, Dict[str, float]]:
     """Train the CNN, rewrite it, and fine-tune all forms; returns accuracies by form."""
     path = folder / 'result.json'
     if path.exists():
         return json.loads(path.read_text())
     stage = Stage('cnn', f'CNN, seed {seed}', 'resnet18', MODEL_ARGS, epochs, lr=2e-3, canvas=CANVAS)
-    train_data, validation_data, test_data = split_digits(NUM_TRAIN, seed)
+    train_data, validation_data, test_data = split_digits(num_train, seed)
     cnn, _ = train(stage, create(stage, seed), train_data, validation_data, folder, seed, CPU)
 
     result = {}
@@ -94,7 +96,7 @@ def logits_error(expected: nn.Module, actual: nn.Module, images: torch.Tensor) -
 
 def markdown(results: List[Dict[str, Dict[str, Any]]], models: Dict[str, nn.Module]) -> str:
     """Return the table of all forms, over the seeds."""
-    seconds = step_seconds(models, torch.randn(BATCH_SIZE, *INPUT_SIZE), repeats=10)
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, *INPUT_SIZE), repeats=5)
     head = ['convolutions that became attention', 'parameters', 'logits differ by', 'top-1', 'fine-tuned', 'step, ms']
     rows = []
     for title, model in models.items():
@@ -107,10 +109,10 @@ def markdown(results: List[Dict[str, Dict[str, Any]]], models: Dict[str, nn.Modu
         'of logits, relative to the largest logit; the median time of a training step of 20 images.\n')
 
 
-def draw(model: nn.Module, checkpoint: Path, output: Path) -> None:
+def draw(model: nn.Module, images: torch.Tensor, checkpoint: Path, output: Path) -> None:
     """Draw what fine-tuned heads look at: a checkpoint is loaded into a model that is made and rewritten alike."""
     load_checkpoint(model, str(checkpoint))
-    plot_attention(model, output, images=split_digits(NUM_TRAIN, seed=0)[2].first())
+    plot_attention(model, output, images=images)
 
 
 if __name__ == '__main__':

@@ -32,7 +32,6 @@ from timm_cmhsa.plots import in_order_of_training, plot_attention
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
 import resnet18_cifar  # noqa: F401  registers the model
 
-NUM_TRAIN = 400
 TUNING_SEED = 100
 SHAPE = dict(img_size=DIGIT, in_chans=1, hidden_chans=24, num_classes=10)  # 8 x 8 tokens of width 96
 
@@ -58,10 +57,10 @@ CHOICES = (
 def main() -> None:
     args = parse_args()
     folder = args.output / 'runs'
-    candidates = {choice.title: {rate: [plan(choice, rate, TUNING_SEED, args.epochs)]
+    candidates = {choice.title: {rate: [plan(choice, rate, TUNING_SEED, args)]
                                  for rate in args.learning_rates or [choice.lr]} for choice in CHOICES}
     rates = best_rates(candidates, folder)
-    runs = {choice.title: [plan(choice, rates[choice.title], seed, args.epochs) for seed in range(args.seeds)]
+    runs = {choice.title: [plan(choice, rates[choice.title], seed, args) for seed in range(args.seeds)]
             for choice in CHOICES}
     results = run_all(runs, folder, 'models')
     results[PRUNED] = [prune(run, folder) for run in runs['generalized quadratic']]
@@ -76,24 +75,25 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'pixel_models', seeds=3)
     add = parser.add_argument
+    add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=60, help='default: %(default)s')
     add('--learning-rates', type=positive_float, nargs='+', default=[],
         help='that every model chooses from (default: rates that were found to do)')
     return parser.parse_args()
 
 
-def plan(choice: Choice, rate: float, seed: int, epochs: int) -> Run:
+def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Run:
     stage = Stage(
-        choice.model, choice.title, choice.model, choice.model_args, epochs, lr=rate, canvas=DIGIT,
-        checkpoint_hist=epochs)
-    return Run(stage, NUM_TRAIN, seed)
+        choice.model, choice.title, choice.model, choice.model_args, args.epochs, lr=rate, canvas=DIGIT,
+        checkpoint_hist=args.epochs)
+    return Run(stage, args.num_train, seed)
 
 
 def prune(run: Run, folder: Path) -> Result:
     """Remove degenerate heads and train on for a tenth of the epochs, at a tenth of the learning rate (Appendix E)."""
     path = folder / run.name / 'pruned.json'
     if not path.exists():
-        train_data, validation_data, test_data = split_digits(NUM_TRAIN, run.seed, DIGIT)
+        train_data, validation_data, test_data = split_digits(run.num_train, run.seed, DIGIT)
         model = load(run, folder)
         heads = [len(pruned) for pruned in prune_degenerate_heads(model).values()]
         stage = run.stage._replace(
@@ -114,7 +114,7 @@ def load(run: Run, folder: Path) -> nn.Module:
 def markdown(results: Dict[str, List[Result]], rates: Dict[str, float]) -> str:
     """Return the table of the models, with the accuracy after pruning."""
     models = {choice.title: timm.create_model(choice.model, **choice.model_args) for choice in CHOICES}
-    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT))
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats=5)
     rows = [[title, f'{num_params(model):.2f} M', f'{rates[title]:g}', spread(top1(results[title])),
              f'{1e3 * seconds[title]:.0f}'] for title, model in models.items()]
     rows.append([PRUNED, '', '', spread(top1(results[PRUNED])), ''])
@@ -145,7 +145,7 @@ def all_heads(runs: List[Run], folder: Path) -> List[List[HeadStatistics]]:
 
 
 def test_images(run: Run) -> torch.Tensor:
-    return split_digits(NUM_TRAIN, run.seed, DIGIT)[2].first()
+    return split_digits(run.num_train, run.seed, DIGIT)[2].first()
 
 
 def draw(run: Run, folder: Path, output: Path) -> None:

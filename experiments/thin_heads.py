@@ -23,7 +23,6 @@ from torch import nn
 from timm_cmhsa.construction import plan_heads
 
 KERNELS = (3, 5)
-NUM_TRAIN = 400
 TUNING_SEED = 100
 SHAPE: Dict[str, Any] = dict(img_size=CANVAS, patch_size=8, in_chans=1, hidden_chans=1, depth=4, num_classes=10)
 
@@ -47,34 +46,35 @@ Results = Dict[Tuple[Heads, int], List[Result]]  # by heads and kernel
 
 def main() -> None:
     args = parse_args()
-    candidates = {heads.title: {rate: [plan(heads, kernel, rate, TUNING_SEED, args.epochs) for kernel in KERNELS]
+    candidates = {heads.title: {rate: [plan(heads, kernel, rate, TUNING_SEED, args) for kernel in KERNELS]
                                 for rate in args.learning_rates} for heads in CHOICES}
     rates = best_rates(candidates, args.output / 'runs')
-    runs = {(heads, kernel): [plan(heads, kernel, rates[heads.title], seed, args.epochs)
+    runs = {(heads, kernel): [plan(heads, kernel, rates[heads.title], seed, args)
                               for seed in range(args.seeds)] for heads in CHOICES for kernel in KERNELS}
     results = run_all(runs, args.output / 'runs', 'heads')
     seconds = time_shapes()
     table = markdown(results, rates, seconds)
     write_whole(args.output / 'thin_heads.md', table)
     print(table)
-    plot(results, seconds, args.output / 'thin_heads.png')
+    plot(results, seconds, args.num_train // BATCH_SIZE, args.output / 'thin_heads.png')
 
 
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'thin_heads', seeds=5)
     add = parser.add_argument
+    add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=80, help='epochs of each phase (default: %(default)s)')
     add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
         help='that every choice of heads chooses from (default: %(default)s)')
     return parser.parse_args()
 
 
-def plan(heads: Heads, kernel: int, rate: float, seed: int, epochs: int) -> Run:
+def plan(heads: Heads, kernel: int, rate: float, seed: int, args: argparse.Namespace) -> Run:
     """Plan phase 2 with these heads, from phase 1 with this kernel."""
     conv = f'cmhsa_conv_k{kernel}'
-    phase1 = Stage('phase1', conv, conv, SHAPE, epochs, lr=3e-3)
-    phase2 = Stage('phase2', heads.title, 'cmhsa_attn', model_args(heads, kernel), epochs, lr=rate)
-    return Run(phase2, NUM_TRAIN, seed, phase1=Run(phase1, NUM_TRAIN, seed))
+    phase1 = Stage('phase1', conv, conv, SHAPE, args.epochs, lr=3e-3)
+    phase2 = Stage('phase2', heads.title, 'cmhsa_attn', model_args(heads, kernel), args.epochs, lr=rate)
+    return Run(phase2, args.num_train, seed, phase1=Run(phase1, args.num_train, seed))
 
 
 def model_args(heads: Heads, kernel: int) -> Dict[str, Any]:
@@ -111,14 +111,14 @@ def markdown(results: Results, rates: Dict[str, float], seconds: Dict[str, float
         'median time of a training step.\n')
 
 
-def plot(results: Results, seconds: Dict[str, float], path: Path) -> None:
+def plot(results: Results, seconds: Dict[str, float], steps: int, path: Path) -> None:
     """Draw validation accuracy over the training time of phase 2: mean and range of the seeds."""
     figure, axes = make_figure((10, 4), len(KERNELS), sharey=True)
     for axis, kernel in zip(axes, KERNELS):
         for heads in CHOICES:
             histories = [result['history'] for result in results[heads, kernel]]
             step = seconds[shape(heads, kernel)]
-            times = [row['epoch'] * (NUM_TRAIN // BATCH_SIZE) * step for row in histories[0]]
+            times = [row['epoch'] * steps * step for row in histories[0]]
             curves = [[row['top1'] for row in history] for history in histories]
             plot_mean_and_range(axis, times, curves, label=heads.title)
         axis.set(title=f'K = {kernel}', xlabel='training time of phase 2, s')

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MODELS = 'resnet50', 'cmhsa_conv_k3', 'cmhsa_attn, as in the paper', 'cmhsa_attn, absorbed'
+MODELS = 'resnet50', 'cmhsa_conv_k3'
 
 pytestmark = pytest.mark.skipif(sys.platform != 'linux', reason='peak memory is read from Linux')
 
@@ -43,11 +43,11 @@ def test_speed(run, tmp_path):
     folder = tmp_path / 'benchmarks'
     results, document = folder / 'speed' / 'cpu-float32-batch1.json', folder / 'RESULTS.md'
     text = document.read_text().partition('<!-- speed')[0]
-    first = run('speed.py', *options, '--models', *MODELS[:2])
+    first = run('speed.py', *options, '--models', MODELS[0])
     assert first.returncode == 0, first.stderr
-    assert first.stdout.count('round 1, ') == 4
+    assert first.stdout.count('round 1, ') == 2
     again = run('speed.py', *options, '--models', *MODELS)
-    assert again.stdout.count('round 1, ') == 4, 'goes on from what is there'
+    assert again.stdout.count('round 1, ') == 2, 'goes on from what is there'
 
     measured = json.loads(results.read_text())['measured']
     assert set(measured) == set(MODELS)
@@ -56,12 +56,9 @@ def test_speed(run, tmp_path):
             assert len(rounds) == 1
             assert rounds[0]['seconds'][0] > 0
     assert measured['resnet50']['inference'][0]['operations'] == pytest.approx(8.2e9, rel=0.02)  # 4.1 GMACs
-    forms = [measured[title] for title in MODELS[2:]]
-    operations = [form['inference'][0]['operations'] for form in forms]
-    assert operations[0] == pytest.approx(1.57 * operations[1], rel=0.02)
-    assert forms[0]['training'][0]['operations'] == pytest.approx(3 * operations[0], rel=0.02)
-    peaks = [form['inference'][0]['peak_bytes'] for form in forms]
-    assert peaks[0] > peaks[1] > 4 * 94e6, 'its parameters'
+    training, inference = (measured['cmhsa_conv_k3'][phase][0] for phase in ('training', 'inference'))
+    assert training['operations'] == pytest.approx(3 * inference['operations'], rel=0.02)
+    assert inference['peak_bytes'] > 4 * 29e6, 'its parameters'
     written = document.read_text()
     assert written.startswith(text)
     assert again.stdout[again.stdout.index('`python benchmarks/speed.py'):].strip() in written
@@ -85,17 +82,6 @@ def test_profile(run):
     assert any('conv' in name for name in shares)
 
 
-@pytest.mark.slow
-def test_resolution(run, tmp_path):
-    result = run('resolution.py', '--grids', '2', '3', '--repeats', '1', '--amp', '--output', tmp_path / 'grids.json')
-    assert result.returncode == 0, result.stderr
-    rows = [line for line in result.stdout.splitlines() if line.startswith('| ') and ' x ' in line]
-    assert len(rows) == 10
-    assert rows[0].count('1.00x') == 4
-    measured = json.loads((tmp_path / 'grids.json').read_text())['measured']
-    assert set(measured) == {'2', '3'}
-
-
 def run_gpu(folder, *arguments):
     command = [sys.executable, '-W', 'ignore', ROOT / 'benchmarks' / 'gpu.py', folder, *arguments]
     return subprocess.run(command, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, capture_output=True, text=True)
@@ -115,7 +101,9 @@ def test_gpu_in_its_quick_form(tmp_path):
     report = (tmp_path / 'report.md').read_text()
     assert report.count(' | passed | ') == 4
     assert '| cmhsa_conv_k3 |' in report
-    assert '| 2 x 2 | cmhsa_attn, absorbed |' in report
+    grids = [line for line in report.splitlines() if line.startswith('| 2 x 2 | ')]
+    assert len(grids) == 2
+    assert grids[0].count('1.00x') == 4
     assert 'aten::addmm' in report
     assert len(list(tmp_path.iterdir())) == 5
 

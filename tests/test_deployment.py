@@ -20,10 +20,10 @@ def x():
     return torch.randn(2, 3, 32, 32)
 
 
-def create(name):
+def create(name, depth=2):
     if name == ABSORBED:
-        return reparameterize_model(create(ATTN))
-    model = timm.create_model(name.split(',')[0], num_classes=10, depth=2)
+        return reparameterize_model(create(ATTN, depth))
+    model = timm.create_model(name.split(',')[0], num_classes=10, depth=depth)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     if name in (SHIFTS, SOME_SHIFTS):
@@ -59,7 +59,7 @@ def test_fx(name, fused, x):
 @all_forms
 @pytest.mark.parametrize('backend', ['aot_eager', pytest.param('inductor', marks=pytest.mark.slow)])
 def test_compile_without_graph_breaks(name, backend, x):
-    model = create(name)
+    model = create(name, depth=1)
     torch.compiler.reset()  # other models count against the limit of compilations too
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     torch.testing.assert_close(compiled(x), model(x), atol=1e-4, rtol=1e-4)

@@ -15,10 +15,10 @@ from .efficient import (
     chunked_attention,
     default_chunk_size,
     fused_attention,
+    is_cheaper_absorbed,
     is_onnx_export,
     is_plain_linear,
     multi_query_attention,
-    multiplications,
 )
 from .patches import Size2d
 from .rel_pos import Mask, OnGrid, add_attn_mask, create_rel_pos
@@ -221,8 +221,8 @@ class RelPosAttention(OnGrid, Attention):
             return False, None
         num_patches = math.prod(self.grid_size)
         chunk_size = default_chunk_size(self.num_heads, num_patches)
-        plain, absorbed = multiplications(self.qkv.in_features, self.proj.out_features, self.head_dim, num_patches)
-        return chunk_size is None and absorbed < plain, chunk_size
+        shapes = self.qkv.in_features, self.proj.out_features, self.head_dim, num_patches
+        return chunk_size is None and is_cheaper_absorbed(*shapes), chunk_size
 
     def keep_heads(self, heads: List[int]) -> None:
         """Remove all other heads."""

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from .rel_pos import Mask, OffsetRelPos, OnGrid, RelPos, add_attn_mask
 
 MAX_BIAS_ENTRIES = 2 ** 26  # of a layer and step: 256 MB in float32; beyond, queries attend in chunks
+NUM_IMAGES = 32  # of a training step, as far as a layer can guess: weights are multiplied once for all of them
 KEY_PADDING = 8  # dimensions that `absorb_weights` adds to a key: it needs one, and GPUs prefer multiples of 8
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
@@ -25,6 +26,12 @@ def multiplications(dim: int, dim_out: int, head_dim: int, num_patches: int) -> 
     """Return the multiplications per token and head, of plain attention and with absorbed weights."""
     plain = head_dim * (3 * dim + dim_out + 2 * num_patches)
     return plain, (dim + KEY_PADDING) * (dim + dim_out + 2 * num_patches)
+
+
+def is_cheaper_absorbed(dim: int, dim_out: int, head_dim: int, num_patches: int) -> bool:
+    """Return whether training takes fewer multiplications with absorbed weights, those of weights included."""
+    plain, absorbed = multiplications(dim, dim_out, head_dim, num_patches)
+    return head_dim * dim * (dim + dim_out) < NUM_IMAGES * num_patches * (plain - absorbed)
 
 
 def default_chunk_size(num_heads: int, num_patches: int) -> Optional[int]:
