@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import PatchConv2d, RelPosAttention, patchify, unpatchify
-from timm_cmhsa.efficient import AbsorbedRelPosAttention
+from timm_cmhsa.efficient import NUM_IMAGES, AbsorbedRelPosAttention
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -187,10 +187,12 @@ def operations(attn, tokens):
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize(('dim', 'head_dim', 'expected'), [
-    (64, 64, True), (64, 96, True), (64, 640, True), (64, 16, False), (48, 40, True), (48, 30, False)])
-def test_absorption_follows_the_shapes(dim, head_dim, expected):
-    attn, tokens = random_attention(dim, 4, num_heads=2, head_dim=head_dim).train(), torch.randn(256, 16, dim)
+@pytest.mark.parametrize(('dim', 'head_dim', 'grid_size', 'expected'), [
+    (64, 64, 4, True), (64, 96, 4, True), (64, 640, 4, True), (64, 16, 4, False), (48, 40, 4, True),
+    (48, 30, 4, False), (64, 64, 2, True), (64, 64, 1, False)])
+def test_absorption_follows_the_shapes(dim, head_dim, grid_size, expected):
+    attn = random_attention(dim, grid_size, num_heads=2, head_dim=head_dim).train()
+    tokens = torch.randn(NUM_IMAGES, grid_size ** 2, dim)
     assert attn.absorb == attn.can_absorb() == expected
     assert f'absorb={expected}' in repr(attn)
     other = copy.deepcopy(attn)

@@ -467,6 +467,7 @@ def test_heads_without_an_output():
     torch.testing.assert_close(reparameterize_model(model)(IMAGES), expected)
     model.blocks[1].attn.keep_heads([0, 1])
     assert model(IMAGES).isfinite().all()
+    assert all(parameter.requires_grad for parameter in model.blocks[1].attn.parameters())
 
 
 def test_heads_that_are_no_shifts_are_refused():

@@ -63,6 +63,8 @@ def test_phase2_is_as_accurate_as_shifts(output):
     _, test_data = two_phase.digits_on_canvas(20, 0)
     attn, shifts = (evaluate(each, test_data, torch.device('cpu')) for each in (model, fused))
     assert shifts['top1'] == pytest.approx(attn['top1'], abs=0.1)
+    images = test_data.first()
+    torch.testing.assert_close(fused(images), model(images), atol=1e-4, rtol=1e-4)
 
 
 def test_pictures_are_pictures(output):
