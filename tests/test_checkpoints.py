@@ -517,6 +517,8 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--model', 'resnet18'], 'resnet18 is not a phase-2 model: choose one of cmhsa_attn'),
     (['--images', 'nowhere'], 'nowhere is not a folder of images'),
     (['--num-heads', '0'], '--num-heads 0 must be a positive whole number'),
+    (['--num-heads', '9' * 23], 'must be a positive whole number, and 10000 at most'),
+    (['--head-dim', '9' * 23], 'must be a positive whole number, and 100000 at most'),
     (['--head-dim', '0'], '--head-dim 0 must be a positive'),
     (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the phase-1 model of 48: choose a model of that width, or'),
     (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be a positive'),
@@ -525,7 +527,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--sharpness', '-3'], '--sharpness -3.0 must be positive'),
     (['--sharpness', '1e30'], 'must be positive, and 10000 at most'),
     (['--tolerance', 'nan'], '--tolerance nan must be 0 or more'),
-    (['--num-heads', '99999999999'], '--num-heads 99999999999 would make a layer of'),
+    (['--num-heads', '10000', '--head-dim', '100000'], '--num-heads 10000 would make a layer of'),
     (['--img-size', '0'], '--img-size is (0, 0), where one or two whole numbers from 1'),
     (['--model-kwargs', 'act_layer=eval'], "act_layer is 'eval', where one of 'silu', 'swish'"),
     (['--model-kwargs', 'global_pool=sum'], "global_pool is 'sum', where one of"),
@@ -539,6 +541,17 @@ def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, ca
     assert message in err
     assert err.count('\n') == 1
     assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize('told', ['img_size=32x32', 'act_layer=', "act_layer='a b'", 'global_pool'])
+def test_model_kwargs_that_are_no_values(told, src, tmp_path, capsys):
+    """Older versions of timm raise a SyntaxError for some."""
+    try:
+        code = main([str(src), str(tmp_path / 'out'), '--model-kwargs', told])
+    except SystemExit as e:
+        code = e.code
+    assert code == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith('convert_checkpoint: error: ')
 
 
 @pytest.mark.parametrize(('options', 'said'), [

@@ -14,7 +14,7 @@ from torch import nn
 
 from timm_cmhsa import CmhsaAttn, CmhsaConv, PatchConv2d, conv2d_to_attention, patchify, save_for_hub, unpatchify
 from timm_cmhsa.construction import plan_heads
-from timm_cmhsa.rel_pos import ENCODINGS
+from timm_cmhsa.encodings import ENCODINGS
 
 CONV, ATTN, PIXEL = 'test_cmhsa_conv_k3', 'test_cmhsa_attn', 'test_pixel_attn'
 TINY = [CONV, ATTN, PIXEL]

@@ -10,7 +10,7 @@ from torch import nn
 
 from timm_cmhsa import conv2d_to_attention, patchify, unpatchify
 from timm_cmhsa.construction import exact_sharpness, plan_heads
-from timm_cmhsa.rel_pos import POINTABLE
+from timm_cmhsa.encodings import POINTABLE
 
 
 def relative_error(actual, expected):

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from hypothesis import given, strategies as st
-from timm.utils import ModelEmaV3
+from timm.utils import ModelEmaV3, reparameterize_model
 from torch import nn
 
 from timm_cmhsa import (
@@ -68,6 +68,7 @@ def test_all_that_the_model_knows_goes_along():
         (0.5,), (0.25,), list('abcde')]
     assert error(model.eval(), converted.eval()) <= 2e-6
     half = convert_model(create(dtype=torch.bfloat16))
+    assert reparameterize_model(half).blocks[0].attn.rest is None, 'as sharp as in float32'
     assert {tensor.dtype for tensor in half.state_dict().values()} == {torch.bfloat16}
     again = timm.create_model('cmhsa_attn', **converted.model_args())
     again.load_state_dict(converted.state_dict())
@@ -172,10 +173,36 @@ def test_what_attention_would_drop_is_refused():
     model.extra = nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match='extra is in one of CmhsaConv and cmhsa_attn only'):
         convert_model(model)
+
+
+@pytest.mark.parametrize('name', ['', 'blocks', 'patch_embed.proj', 'blocks.1.attn', 'blocks.1.attn.conv'])
+@pytest.mark.parametrize('how', ['hook', 'forward', 'subclass'])
+def test_changes_that_the_rewrite_would_drop_are_refused(name, how):
     model = create()
-    model.blocks[1].attn.register_forward_hook(lambda module, args, output: 2 * output)
-    with pytest.raises(ValueError, match=r'blocks\.1\.attn has hooks or another forward'):
+    module = model.get_submodule(name)
+    if how == 'hook':
+        module.register_forward_hook(lambda module, args, output: 2 * output)
+    elif how == 'forward':
+        module.forward = lambda *args: 2 * type(module).forward(module, *args)
+    else:
+        module.__class__ = type('Doubled', (type(module),), {})
+    error = TypeError if how == 'subclass' and not name else ValueError
+    with pytest.raises(error, match=name or ('Doubled' if how == 'subclass' else 'the model has hooks')):
         convert_model(model)
+
+
+def test_changes_elsewhere_are_copied():
+    model = create()
+    model.patch_embed.norm = nn.LayerNorm(48)
+    model.patch_embed.register_forward_hook(lambda module, args, output: 2 * output)
+    model.blocks[0].attn.proj_drop = nn.Hardtanh(-1e-3, 1e-3)
+    model.blocks[1].register_forward_hook(lambda module, args, output: 2 * output)
+    model.set_grad_checkpointing()
+    model = model.eval()
+    converted = convert_model(model)
+    images = torch.randn(2, 3, 16, 16)
+    torch.testing.assert_close(converted(images), model(images), atol=1e-5, rtol=1e-5)
+    assert converted.grad_checkpointing
 
 
 @pytest.mark.parametrize('rewrite', [

@@ -5,8 +5,8 @@ from torch import nn
 
 from timm_cmhsa import prune_degenerate_heads
 from timm_cmhsa.attention import RelPosAttention
+from timm_cmhsa.encodings import ENCODINGS, GeneralQuadraticRelPos
 from timm_cmhsa.pruning import degenerate_heads
-from timm_cmhsa.rel_pos import ENCODINGS, GeneralQuadraticRelPos
 
 
 def rotated(smallest, largest, angle=0.4):

@@ -8,7 +8,8 @@ from timm.layers import set_fused_attn
 from torch import nn
 
 from timm_cmhsa import RelPosAttention
-from timm_cmhsa.rel_pos import ENCODINGS, RelPosTable, create_rel_pos
+from timm_cmhsa.encodings import ENCODINGS, create_rel_pos
+from timm_cmhsa.rel_pos import RelPosTable
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)

@@ -1,6 +1,7 @@
 """Heads that are shifts: certificates, the form for inference and for training, and back to convolutions."""
 import copy
 import math
+import warnings
 
 import pytest
 import timm
@@ -13,7 +14,7 @@ import timm_cmhsa
 from timm_cmhsa import attention_to_conv2d, conv2d_to_attention, fuse_shifts, patchify
 from timm_cmhsa.analysis import attention_layers, attention_maps
 from timm_cmhsa.attention import RelPosAttention
-from timm_cmhsa.certificates import bias_winners, proved_leaks
+from timm_cmhsa.certificates import bias_winners, proved_leaks, proved_shifts
 from timm_cmhsa.cmhsa import CmhsaBlock
 from timm_cmhsa.shifts import BORDERS, Shift, ShiftedAttention, TokenShift
 
@@ -230,20 +231,31 @@ def test_the_bound_of_the_output_is_attained():
     assert report.error == pytest.approx(report.bound, rel=1e-6)
 
 
-@pytest.mark.parametrize('norm', ['other class', 'hook', 'of two layers', 'none'])
+@pytest.mark.parametrize('norm', [
+    'other class', 'hook', 'of two layers', 'of other shapes', 'elsewhere', 'before a hook', 'none'])
 def test_only_a_plain_norm_before_the_attention_is_trusted(norm):
     model = converted()
     for block in model.blocks:
         nn.init.normal_(block.attn.qkv.weight.data[:block.attn.attn_dim], std=1e-4)
     block = model.blocks[0]
     if norm == 'other class':
-        block.norm1 = type('Louder', (nn.LayerNorm,), {'forward': lambda self, x: 50 * super().forward(x)})(48)
+        louder = {'forward': lambda self, x: 50 * nn.LayerNorm.forward(self, x)}
+        block.norm1 = type('Louder', (nn.LayerNorm,), louder)(48)
     elif norm == 'hook':
         block.norm1.register_forward_hook(lambda norm, inputs, output: 50 * output)
     elif norm == 'of two layers':
         model.blocks[1].attn = block.attn
+    elif norm == 'of other shapes':
+        block.norm1 = nn.LayerNorm((64, 48))
+    elif norm == 'elsewhere':
+        block.__class__ = type('PostNorm', (CmhsaBlock,), {'forward': lambda self, x: self.norm1(x + self.attn(x))})
+    elif norm == 'before a hook':
+        block.attn.register_forward_pre_hook(lambda attn, inputs: 50 * inputs[0])
     else:
         block.norm1 = nn.Identity()
+    expected = model(IMAGES)
+    assert norm == 'of two layers' or not any(proved_shifts(block.attn, block.attn_norm()))
+    torch.testing.assert_close(reparameterize_model(model)(IMAGES), expected)
     proved = [report.num_proved for report in fuse_shifts(model)]
     assert proved == ([0, 9, 9] if norm == 'of two layers' else [0, 9, 9, 9])
 
@@ -253,17 +265,123 @@ def test_adapters_stay():
         def forward(self, x):
             return 2 * super().forward(x)
 
-    for model, name in ((converted(), 'proj'), (converted(), 'qkv'), (timm.create_model('test_pixel_attn'), 'value')):
-        for block in model.eval().blocks:
-            if hasattr(block.attn.rel_pos, 'inv_std'):
-                block.attn.rel_pos.inv_std.data.fill_(9.)
-                block.attn.rel_pos.center.data.round_()
-            linear = getattr(block.attn, name)
-            setattr(block.attn, name, Adapter(linear.in_features, linear.out_features))
-        expected = model(IMAGES)
-        torch.testing.assert_close(reparameterize_model(model)(IMAGES), expected)
-        fuse_shifts(model, IMAGES)
-        torch.testing.assert_close(model(IMAGES), expected)
+    class Wrapper(nn.Module):
+        def __init__(self, linear):
+            super().__init__()
+            self.linear = linear
+
+        def forward(self, x):
+            return 2 * self.linear(x)
+
+    def adapted(linear):
+        adapter = Adapter(linear.in_features, linear.out_features)
+        adapter.load_state_dict(linear.state_dict())
+        return adapter
+
+    for model, name in ((converted(), 'proj'), (converted(), 'qkv'), (sharp_pixel_model(), 'value')):
+        for wrap in (adapted, Wrapper):
+            other = copy.deepcopy(model)
+            for block in other.blocks:
+                setattr(block.attn, name, wrap(getattr(block.attn, name)))
+            check_left_as_it_is(other)
+
+
+def sharp_pixel_model():
+    model = timm.create_model('test_pixel_attn').eval()
+    for block in model.blocks:
+        block.attn.rel_pos.inv_std.data.fill_(9.)
+        block.attn.rel_pos.center.data.round_()
+    return model
+
+
+def check_left_as_it_is(model):
+    """Check that no head of the first layer becomes a shift, and that the model computes what it did."""
+    expected = model(IMAGES)
+    torch.testing.assert_close(reparameterize_model(model)(IMAGES), expected)
+    if hasattr(model, 'set_hard_attn') and not model.blocks[0].attn.is_plain():
+        with pytest.raises(ValueError, match='hooks or adapters of qkv and proj'):
+            model.set_hard_attn()
+    report = fuse_shifts(model, IMAGES)[0]
+    assert (report.num_proved, report.num_measured) == (0, 0)
+    torch.testing.assert_close(model(IMAGES), expected)
+
+
+@pytest.mark.parametrize('create', [converted, sharp_pixel_model])
+@pytest.mark.parametrize('change', ['hook', 'pre-hook', 'forward', 'subclass', 'proj_drop', 'hook of proj_drop'])
+def test_layers_that_something_was_added_to_stay(create, change):
+    model = create()
+    for attn in (block.attn for block in model.blocks):
+        if change == 'hook':
+            attn.register_forward_hook(lambda attn, inputs, output: 2 * output)
+        elif change == 'pre-hook':
+            attn.register_forward_pre_hook(lambda attn, inputs: 2 * inputs[0])
+        elif change == 'forward':
+            attn.forward = lambda x, forward=attn.forward, **kwargs: 2 * forward(x)
+        elif change == 'subclass':
+            attn.__class__ = type('Doubled', (type(attn),), {'forward': doubled(type(attn).forward)})
+        elif change == 'proj_drop':
+            attn.proj_drop = nn.LayerNorm(attn.proj.out_features)
+        else:
+            attn.proj_drop.register_forward_hook(lambda drop, inputs, output: 2 * output)
+    if isinstance(model.blocks[0].attn, RelPosAttention):
+        with pytest.raises(TypeError, match=r'plain RelPosAttention|got Doubled'):
+            attention_to_conv2d(model.blocks[0].attn, 4)
+    check_left_as_it_is(model)
+
+
+def doubled(forward):
+    return lambda self, *args, **kwargs: 2 * forward(self, *args, **kwargs)
+
+
+def test_a_hooked_convolution_is_no_convolution():
+    conv = nn.Conv2d(3, 3, 3, padding=1)
+    conv.register_forward_hook(lambda conv, inputs, output: 2 * output)
+    with pytest.raises(TypeError, match='would drop its hooks'):
+        conv2d_to_attention(conv, 4, 4)
+
+
+def test_quantized_layers_stay():
+    with warnings.catch_warnings():
+        warnings.simplefilter('ignore')  # that there is a newer way to quantize
+        model = torch.ao.quantization.quantize_dynamic(converted(), {nn.Linear}, torch.qint8)
+    check_left_as_it_is(model)
+    source = timm.create_model('test_cmhsa_conv_k3').eval()
+    assert timm_cmhsa.verify(source, model, IMAGES).layers[0].heads_used == 9
+
+
+def test_adapters_added_to_shifts_take_part():
+    model = converted()
+    model.set_hard_attn()
+    expected = model(IMAGES)
+    handle = model.blocks[0].attn.qkv.register_forward_hook(lambda linear, inputs, output: 2 * output)
+    assert not torch.allclose(model(IMAGES), expected, atol=1e-5)
+    handle.remove()
+    torch.testing.assert_close(model(IMAGES), expected)
+
+
+def test_infinite_biases_are_no_shift():
+    model = converted()
+    model.blocks[0].attn.rel_pos.relative_position_bias_table.data[0, 2] = math.inf
+    assert [layer.num_proved for layer in fuse_shifts(model)] == [8, 9, 9, 9]
+
+
+def test_a_layer_that_is_called_twice_needs_a_proof():
+    """The content is large in the first call only."""
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = timm_cmhsa.attend_convs(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1)), input_size=(3, 8, 8))[0]
+
+        def forward(self, x):
+            return self.conv(1e-3 * self.conv(100 * x))
+
+    model, images = Twice(), torch.randn(2, 3, 8, 8)
+    attn, = attention_layers(model).values()
+    nn.init.normal_(attn.qkv.weight.data[:attn.attn_dim], std=0.5)
+    expected = model(images)
+    report, = fuse_shifts(model, images)
+    assert report.num_measured == 0
+    torch.testing.assert_close(model(images), expected)
 
 
 def test_other_heads_stay_attention_at_the_callers_tolerance():
@@ -430,14 +548,31 @@ def test_what_is_refused_leaves_the_model_as_it_was():
     torch.testing.assert_close(hard.eval()(IMAGES), model(IMAGES))
 
 
-def test_on_a_grid_where_heads_leak_too_much_the_model_is_attention():
+def test_a_grid_on_which_heads_leak_too_much_is_refused():
     model = converted(sharpness=28.)
     model.set_hard_attn()
+    expected = model(IMAGES)
     with pytest.raises(ValueError, match='8 of 9 heads do not'):
         model.set_input_size(64)
-    assert not model.hard_attn
+    assert model.hard_attn
+    assert model.patch_embed.img_size == (32, 32)
+    assert torch.equal(model(IMAGES), expected)
+    model.set_hard_attn(False)
+    model.set_input_size(64)
     assert all(parameter.requires_grad for parameter in model.parameters())
-    assert model(torch.randn(1, 3, 64, 64)).isfinite().all()
+
+
+def test_what_is_frozen_stays_frozen():
+    model = converted().requires_grad_(False)
+    model.get_classifier().requires_grad_(True)
+    model.blocks[0].attn.rel_pos.zero_key_bias.requires_grad_(True)
+    learned = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    for _ in range(2):
+        model.set_hard_attn()
+    model.set_input_size(48)
+    assert not model.blocks[0].attn.rel_pos.zero_key_bias.requires_grad
+    model.set_hard_attn(False)
+    assert [name for name, parameter in model.named_parameters() if parameter.requires_grad] == learned
 
 
 def test_a_smaller_grid_forgets_offsets():

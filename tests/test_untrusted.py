@@ -1,4 +1,6 @@
 """Nothing that a file tells of its model runs code, opens other files or exhausts the memory."""
+import argparse
+import contextlib
 import json
 import os
 import pickle
@@ -10,8 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from timm_cmhsa import CheckpointError, convert_checkpoint
+from timm_cmhsa.cli import convert_main
 from timm_cmhsa.plots import load_model
-from timm_cmhsa.untrusted import ARGS, CFG, build_model, checked_args, checked_cfg
+from timm_cmhsa.untrusted import ARGS, CFG, build_model, check_num_patches, checked_args, checked_cfg
 
 SMALL = dict(img_size=16, patch_size=4, depth=1, num_classes=3)
 
@@ -91,10 +94,25 @@ def test_absurd_values_are_refused(name, value, tmp_path):
         load_model(tmp_path / 'model.safetensors')
 
 
-def test_too_many_patches_are_refused():
-    assert checked_args(dict(img_size=128, patch_size=1))
-    with pytest.raises(ValueError, match='too many patches'):
-        checked_args(dict(img_size=[4096, 512], patch_size=[1, 8]))
+@pytest.mark.parametrize(('name', 'args', 'accepted'), [
+    ('test_cmhsa_conv_k3', dict(img_size=128), True),
+    ('test_cmhsa_conv_k3', dict(img_size=[4096, 8]), False),
+    ('test_cmhsa_attn', dict(img_size=128, rel_pos='padded_table'), True),
+    ('test_cmhsa_attn', dict(img_size=128, rel_pos='padded_table', padding=500), False),
+])
+def test_too_many_patches_are_refused(name, args, accepted):
+    model = timm.create_model(name, depth=1, patch_size=1, device='meta', **args)
+    with contextlib.nullcontext() if accepted else pytest.raises(ValueError, match='have too many: 16384 are the most'):
+        check_num_patches(model)
+
+
+def test_a_small_file_of_a_large_image_is_refused(tmp_path, capsys):
+    model = timm.create_model('test_cmhsa_conv_k3', depth=1, patch_size=1, img_size=8, num_classes=3)
+    args = argparse.Namespace(model='test_cmhsa_conv_k3', img_size=4096)
+    torch.save({'state_dict': model.state_dict(), 'args': args}, tmp_path / 'model.pth')
+    assert convert_main([str(tmp_path / 'model.pth'), str(tmp_path / 'out')]) == 2
+    assert 'images of (4096, 4096) patches' in capsys.readouterr().err
+    assert not (tmp_path / 'out').exists()
 
 
 json_values = st.recursive(

@@ -13,13 +13,14 @@ from .cnn import attend_convs as attend_convs, attention_summary as attention_su
 from .construction import conv2d_to_attention as conv2d_to_attention
 from .convert import convert_model as convert_model, convert_state_dict as convert_state_dict, verify as verify
 from .files import CheckpointError as CheckpointError
+from .fuse import fuse_shifts as fuse_shifts
 from .hub.errors import HubError as HubError
 from .hub.publish import (
     push_folder_to_hub as push_folder_to_hub,
     push_to_hub as push_to_hub,
     save_for_hub as save_for_hub,
 )
-from .inverse import attention_to_conv2d as attention_to_conv2d, fuse_shifts as fuse_shifts
+from .inverse import attention_to_conv2d as attention_to_conv2d
 from .patch_conv import PatchConv2d as PatchConv2d
 from .patches import patchify as patchify, unpatchify as unpatchify
 from .pixel import PixelAttn as PixelAttn

@@ -20,17 +20,19 @@ from .efficient import (
     is_plain_linear,
     multi_query_attention,
 )
+from .encodings import create_rel_pos
 from .patches import Size2d
-from .rel_pos import Mask, OnGrid, add_attn_mask, create_rel_pos
-from .shifts import Factors, Shift, ShiftedAttention, ShiftedHeads, check_no_mask, group_heads, head_factors
+from .rel_pos import Mask, add_attn_mask, reject_attn_mask
+from .shiftable import ShiftableAttention
+from .shifts import Factors, Shift, ShiftedAttention, ShiftedHeads, group_heads, head_factors
 
 # keep as leaves for FX
 torch.fx.wrap('add_attn_mask')
 torch.fx.wrap('fused_attention')
-torch.fx.wrap('check_no_mask')
+torch.fx.wrap('reject_attn_mask')
 
 
-class RelPosAttention(OnGrid, Attention):
+class RelPosAttention(ShiftableAttention, Attention):
     """Multi-head self-attention with relative position bias (Equations 2 to 4 of arXiv 2111.01353).
 
     The zero key, one more key than there are tokens, has a zero key, a zero value and a learned bias per head (what
@@ -117,13 +119,16 @@ class RelPosAttention(OnGrid, Attention):
     def set_hard_attn(self, shifts: Optional[Sequence[Optional[Shift]]]) -> None:
         """Compute heads as these shifts, for training too, or as attention again if there are none.
 
-        Meanwhile biases are frozen, queries and keys get zero gradients, and heads that are no shift are left out.
+        Meanwhile biases are frozen, queries and keys get zero gradients, and heads that are no shift are left out. Once
+        a projection has hooks or an adapter, the layer computes attention.
 
         Args:
             shifts: Of every head, see `hard_shifts`.
         """
-        if shifts is not None or self.shifted is not None:
-            self.rel_pos.requires_grad_(shifts is None)
+        if self.shifted is None:
+            self.learned_biases = [name for name, bias in self.rel_pos.named_parameters() if bias.requires_grad]
+        for name in self.learned_biases:
+            self.rel_pos.get_parameter(name).requires_grad_(shifts is None)
         self.shifted = None
         if shifts is not None:
             groups = group_heads(shifts)
@@ -138,13 +143,15 @@ class RelPosAttention(OnGrid, Attention):
             norm: What normalizes the input. A LayerNorm bounds what content adds to the scores.
 
         Raises:
-            ValueError: If another head is no shift by proof, or attention weights would be dropped.
+            ValueError: If another head is no shift by proof, attention weights would be dropped, or a projection has
+                hooks or an adapter.
         """
         if self.attn_drop.p:
             raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
+        if not self.is_plain():
+            raise ValueError('hard_attn would leave out hooks or adapters of qkv and proj: use attention.')
         shifts = proved_shifts(self, norm)
-        used = self.proj.weight.view(-1, self.num_heads, self.head_dim).any(dim=2).any(dim=0).tolist()
-        strangers = sum(is_used and shift is None for is_used, shift in zip(used, shifts))
+        strangers = sum(is_used and shift is None for is_used, shift in zip(self.used_heads().tolist(), shifts))
         if strangers or not any(shifts):
             raise ValueError(
                 f'hard_attn is for heads that give all but {TOLERANCE:g} of their attention to one offset, whatever '
@@ -191,14 +198,14 @@ class RelPosAttention(OnGrid, Attention):
     @torch.jit.unused
     def forward_shifted(self, x: torch.Tensor, attn_mask: Mask, is_causal: bool) -> torch.Tensor:
         assert self.shifted is not None
-        x = check_no_mask(x, attn_mask, is_causal)
+        x = reject_attn_mask(x, attn_mask, is_causal)
         factors = [head_factors(self.qkv, self.proj, self.num_heads, heads) for heads in self.shifted_heads]
         return self.proj_drop(self.shifted(x, *self.shifted.weights(factors), self.proj.bias))
 
     @torch.jit.unused
     def can_shift(self) -> bool:
         """Return whether heads are computed as shifts: if asked for, unless attention is not to be fused, for maps."""
-        return self.shifted is not None and self.fused_attn
+        return self.shifted is not None and self.fused_attn and self.is_plain()
 
     @torch.jit.unused
     def can_absorb(self) -> bool:
@@ -237,47 +244,41 @@ class RelPosAttention(OnGrid, Attention):
         self.set_hard_attn(None)
         self.absorb, self.chunk_size = self.default_form()
 
-    def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:
-        """Return the form for inference, which `timm.utils.reparameterize_model` asks for.
-
-        It is a new layer, in which heads that are shifts, by proof, are computed as such, and others with absorbed
-        weights; or this one where neither would be cheaper.
-
-        Args:
-            norm: What normalizes the input. A LayerNorm bounds what content adds to the scores.
-        """
-        shifts = proved_shifts(self, norm)
-        return self.fuse_shifts(shifts) if any(shifts) else self._absorbed()
-
-    def _absorbed(self) -> nn.Module:
+    def without_shifts(self) -> nn.Module:
+        """Return the form for inference with absorbed weights, this layer where that is no cheaper."""
         if self._is_absorbable():
             return AbsorbedRelPosAttention(self.qkv, self.proj, self.rel_pos, self.scale, self.fused_attn)
         return self
 
     def is_plain(self) -> bool:
-        """Return whether the projections are their weights and nothing else."""
         return is_plain_linear(self.qkv) and is_plain_linear(self.proj)
 
+    def is_replaceable(self) -> bool:
+        return type(self) is RelPosAttention and super().is_replaceable()
+
+    def used_heads(self) -> torch.Tensor:
+        """Return which heads have an output projection that is not zero: (num_heads,)."""
+        if not is_plain_linear(self.proj):
+            return torch.ones(self.num_heads, dtype=torch.bool)
+        return self.proj.weight.view(-1, self.num_heads, self.head_dim).any(dim=2).any(dim=0)
+
     def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
-        """Return how much content can add to a score of every head, see `certificates.max_content_score`."""
         return max_content_score(self.qkv, self.num_heads, self.scale, norm)
 
     def shift_factors(self, shifts: Sequence[Optional[Shift]]) -> Dict[Shift, Factors]:
-        """Return what the heads with each shift do; they have None if they are none."""
         return {shift: head_factors(self.qkv, self.proj, self.num_heads, heads)
                 for shift, heads in group_heads(shifts).items()}
 
     @torch.no_grad()
-    def fuse_shifts(self, shifts: Sequence[Optional[Shift]]) -> ShiftedAttention:
-        """Return the form for inference in which some heads are these shifts."""
+    def with_shifts(self, shifts: Sequence[Optional[Shift]]) -> ShiftedAttention:
         others = [i for i, shift in enumerate(shifts) if shift is None]
-        rest = None
-        if self.proj.weight.view(-1, self.num_heads, self.head_dim)[:, others].any():
+        if self.used_heads()[others].any():
             rest = copy.deepcopy(self).requires_grad_(False)
             rest.proj.register_parameter('bias', None)
             rest.keep_heads(others)
-            rest = rest._absorbed()
-        return ShiftedAttention(self.shift_factors(shifts), self.proj.bias, self.grid_size, rest)
+            return ShiftedAttention(
+                self.shift_factors(shifts), self.proj.bias, self.grid_size, rest.without_shifts())
+        return ShiftedAttention(self.shift_factors(shifts), self.proj.bias, self.grid_size)
 
 
 def replace_weight(linear: nn.Linear, weight: torch.Tensor, bias: Optional[torch.Tensor]) -> None:

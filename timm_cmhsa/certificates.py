@@ -7,15 +7,19 @@ of the projections.
 """
 import itertools
 import math
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import TYPE_CHECKING, List, NamedTuple, Optional, Tuple
 
 import torch
 from timm.layers import LayerNorm, LayerNormFp32
 from torch import nn
 
 from .efficient import is_watched
+from .encodings import ENCODINGS
 from .rel_pos import Grid, OffsetRelPos
 from .shifts import BORDERS, Factors, Shift
+
+if TYPE_CHECKING:
+    from .shiftable import ShiftableAttention
 
 TOLERANCE = 1e-4  # largest share of its attention that a shift may give to other patches
 MAX_BIAS_ENTRIES = 2 ** 24  # that are looked at together: 128 MB in float64
@@ -30,10 +34,11 @@ class BiasWinners(NamedTuple):
 
 
 @torch.no_grad()
-def bias_winners(layer: Any) -> BiasWinners:
+def bias_winners(layer: 'ShiftableAttention') -> BiasWinners:
     """Return for every head of an attention layer where its biases alone make it look, and how surely."""
     rel_pos, grid_size, num_heads = layer.rel_pos, layer.grid_size, layer.num_heads
-    if not isinstance(rel_pos, OffsetRelPos) or not num_heads or not layer.is_plain():
+    if not isinstance(rel_pos, OffsetRelPos) or type(rel_pos) not in ENCODINGS.values() or not num_heads \
+            or not layer.is_plain():
         nothing = torch.zeros(num_heads, dtype=torch.double, device='cpu')
         return BiasWinners([None] * num_heads, nothing, nothing)
     num_patches = grid_size[0] * grid_size[1]
@@ -43,7 +48,9 @@ def bias_winners(layer: Any) -> BiasWinners:
         bias = rel_pos.gather_bias(start, min(start + step, num_patches))[0].double().cpu()
         largest, winner = bias.max(dim=-1, keepdim=True)
         winners.append(winner.squeeze(-1))
-        odds.append((bias.scatter(-1, winner, -math.inf).logsumexp(dim=-1) - largest.squeeze(-1)))
+        largest = largest.squeeze(-1)
+        others = bias.scatter(-1, winner, -math.inf).logsumexp(dim=-1)
+        odds.append((others - largest).masked_fill(~largest.isfinite(), math.inf))  # infinite ones are no shift
     keys, log_odds = torch.cat(winners, dim=1), torch.cat(odds, dim=1)
     is_patch = keys < num_patches
     of_patches, of_zero_key = (log_odds.masked_fill(~where, -math.inf).amax(dim=1) for where in (is_patch, ~is_patch))
@@ -65,9 +72,11 @@ def _as_shift(keys: torch.Tensor, grid_size: Grid) -> Optional[Shift]:
     return None
 
 
-def is_layer_norm(norm: Optional[nn.Module]) -> bool:
-    """Return whether this is a plain LayerNorm: subclasses can do more, as hooks can."""
-    return type(norm) in (nn.LayerNorm, LayerNorm, LayerNormFp32) and not is_watched(norm)  # type: ignore[arg-type]
+def is_layer_norm(norm: Optional[nn.Module], dim: int) -> bool:
+    """Return whether this is a plain LayerNorm of tokens (..., dim): subclasses can do more, as hooks can."""
+    if norm is None or type(norm) not in (nn.LayerNorm, LayerNorm, LayerNormFp32) or is_watched(norm):
+        return False
+    return norm.normalized_shape == (dim,)
 
 
 @torch.no_grad()
@@ -85,7 +94,7 @@ def max_content_score(
     bias = weight.new_zeros(weight.shape[:3]) if qkv.bias is None else qkv.bias.double().cpu().view(weight.shape[:3])
     (query, key, _), (query_bias, key_bias, _) = weight, bias
     nothing = [~(w.flatten(1).any(dim=1) | b.any(dim=1)) for w, b in ((query, query_bias), (key, key_bias))]
-    if not is_layer_norm(norm):
+    if not is_layer_norm(norm, qkv.in_features):
         return torch.zeros_like(weight[0, :, 0, 0]).masked_fill(~(nothing[0] | nothing[1]), math.inf)
     assert isinstance(norm, nn.LayerNorm)
     radius = qkv.in_features ** 0.5
@@ -108,14 +117,20 @@ def _norm_of(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
     return (vector.unsqueeze(-2) @ weight).squeeze(-2).norm(dim=-1)
 
 
-def proved_leaks(layer: Any, winners: BiasWinners, norm: Optional[nn.Module] = None) -> torch.Tensor:
+def proved_leaks(layer: 'ShiftableAttention', winners: BiasWinners, norm: Optional[nn.Module] = None) -> torch.Tensor:
     """Return the largest share of its attention that a head can give to other keys, whatever the image is."""
+    if not any(winners.shifts):
+        return torch.ones(layer.num_heads, dtype=torch.double, device='cpu')
     content = layer.max_content_score(norm)  # the zero key has none
     return torch.maximum(
         torch.sigmoid(winners.odds + 2 * content), torch.sigmoid(winners.zero_key_odds + content)).nan_to_num(1.)
 
 
-def proved_shifts(layer: Any, norm: Optional[nn.Module] = None, tolerance: float = TOLERANCE) -> List[Optional[Shift]]:
+def proved_shifts(
+        layer: 'ShiftableAttention',
+        norm: Optional[nn.Module] = None,
+        tolerance: float = TOLERANCE,
+) -> List[Optional[Shift]]:
     """Return the shift of every head that is one by proof, None for the others.
 
     Args:
@@ -136,9 +151,9 @@ def max_output_error(factors: Factors, leak: float, norm: Optional[nn.Module]) -
     """
     if leak == 0:
         return 0.
-    if not is_layer_norm(norm):
-        return math.inf
     value, bias, output = factors.to(torch.device('cpu'), torch.double)
+    if not is_layer_norm(norm, value.shape[1]):
+        return math.inf
     bias = value.new_zeros(len(value)) if bias is None else bias
     assert isinstance(norm, nn.LayerNorm)
     value, bias = _after_norm(value, bias, norm)

@@ -208,7 +208,7 @@ def convert_and_verify(
         heads = heads or HeadOptions()
         architecture = architecture or matching_architecture(phase1.model, heads.peak)
         heads = fit_heads(phase1.model, architecture, heads)
-        converted = convert_model(phase1.model, architecture, *heads)
+        converted = convert_model(phase1.model, architecture, **heads._asdict())
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     compute_dtype = next(phase1.model.parameters()).dtype

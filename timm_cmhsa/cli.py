@@ -20,6 +20,7 @@ from .checkpoints import (
 )
 from .construction import HeadOptions
 from .destination import FILE_SUFFIXES, temporary_folder
+from .encodings import POINTABLE
 from .files import CheckpointError, read_json, read_text, reading, same_model_folders
 from .hub.card import check_results
 from .hub.download import PREFIXES
@@ -27,7 +28,6 @@ from .hub.errors import HubError, without_credentials
 from .hub.publish import check_label_names, check_push, push_folder_to_hub, save_for_hub
 from .messages import printable
 from .phase1 import DTYPES, UNTOLD_ARGS, told_by_user
-from .rel_pos import POINTABLE
 from .version import __version__
 
 UPLOAD_OPTIONS = ('private', 'revision', 'create_pr', 'commit_message', 'overwrite_readme', 'overwrite_model')
@@ -113,7 +113,7 @@ class Parser(argparse.ArgumentParser):
 def parse_args(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]) -> argparse.Namespace:
     try:
         return parser.parse_args(argv)
-    except ValueError:  # of timm's ParseKwargs
+    except (ValueError, SyntaxError):  # of timm's ParseKwargs
         parser.error('argument --model-kwargs: expected NAME=VALUE')
 
 

@@ -18,9 +18,11 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
+from .efficient import is_watched
+from .encodings import POINTABLE, resize_offset_embed
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import POINTABLE, OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, resize_offset_embed
+from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
@@ -33,8 +35,14 @@ class CmhsaBlock(Block):
     def fuse(self) -> nn.Module:
         """Give the attention its form for inference, for `timm.utils.reparameterize_model`."""
         if hasattr(self.attn, 'fuse'):
-            self.attn = self.attn.fuse(self.norm1)
+            self.attn = self.attn.fuse(self.attn_norm())
         return self
+
+    def attn_norm(self) -> Optional[nn.Module]:
+        """Return what normalizes the input of the attention, None if a subclass or a hook may do otherwise."""
+        if type(self) is not CmhsaBlock or is_watched(self) or is_watched(self.attn):
+            return None
+        return self.norm1
 
 
 class Cmhsa(VisionTransformer):
@@ -82,6 +90,8 @@ class Cmhsa(VisionTransformer):
             ValueError: If the image is not divisible by the patch, or has more channels than a token carries.
         """
         _check_divisible(img_size, patch_size)
+        if global_pool == 'token':
+            raise ValueError("global_pool='token' needs a class token, which these models have not: use 'avg'.")
         if in_chans < 1 or hidden_chans < 1 or depth < 1:
             raise ValueError(f'{in_chans=}, {hidden_chans=} and {depth=} must be positive.')
         if in_chans > hidden_chans:
@@ -133,7 +143,7 @@ class Cmhsa(VisionTransformer):
 
         Raises:
             ValueError: If the image is not divisible by the patch, or the patch size would change.
-            RuntimeError: If there is no memory for so many offsets. In both cases the model is left as it was.
+            RuntimeError: If there is no memory for so many offsets. In all cases the model is left as it was.
         """
         if patch_size is not None and to_2tuple(patch_size) != self.patch_embed.patch_size:
             raise ValueError(
@@ -276,22 +286,30 @@ class CmhsaAttn(Cmhsa):
         """
         if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
             raise ValueError('A model that was reparameterized for inference cannot be trained: use its source.')
-        shifts = [block.attn.hard_shifts(block.norm1) if enable else None for block in self.blocks]
+        shifts = [block.attn.hard_shifts(block.attn_norm()) if enable else None for block in self.blocks]
         for block, block_shifts in zip(self.blocks, shifts):
             block.attn.set_hard_attn(block_shifts)
         self.hard_attn = enable
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
+        old_size = self.patch_embed.img_size
         super().set_input_size(img_size, patch_size)
-        _find_shifts_again(self)
+        if not self.hard_attn or _is_on_meta(self):
+            return
+        try:
+            self.set_hard_attn()
+        except ValueError:  # on this grid heads leak too much
+            super().set_input_size(old_size)
+            self.set_hard_attn()
+            raise
 
 
 def _is_on_meta(model: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def _find_shifts_again(model: nn.Module, incompatible_keys: Any = None) -> None:
-    """Find the shifts of other biases, or on another grid. Where heads are none, the model is attention again."""
+def _find_shifts_again(model: nn.Module, incompatible_keys: Any) -> None:
+    """Find the shifts of the weights that were loaded. Where heads are none, the model is attention again."""
     assert isinstance(model, CmhsaAttn)
     if not model.hard_attn or _is_on_meta(model):
         return
@@ -307,8 +325,7 @@ def point_at_nearest(rel_pos: OffsetRelPos) -> None:
     reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
     offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
     offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-    precise = torch.promote_types(next(rel_pos.parameters()).dtype, torch.float32)
-    sharpness = exact_sharpness(math.prod(rel_pos.grid_size), precise)
+    sharpness = exact_sharpness(math.prod(rel_pos.grid_size), precise_dtype(next(rel_pos.parameters()).dtype))
     for head in range(rel_pos.num_heads):
         rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
 

@@ -19,11 +19,14 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from .attention import RelPosAttention
+from .efficient import is_watched
+from .encodings import POINTABLE, TABLES
 from .patches import Size2d
-from .rel_pos import POINTABLE, TABLES, OffsetRelPos, PaddedRelPosTable, exact_sharpness
+from .rel_pos import OffsetRelPos, PaddedRelPosTable, exact_sharpness, precise_dtype
 
 MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
 MAX_ROUNDING = 0.1  # by soft heads, relative to the output
+MAX_HEADS, MAX_HEAD_DIM = 10_000, 100_000
 MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
 
 
@@ -44,9 +47,9 @@ class HeadOptions(NamedTuple):
         """
         if self.rel_pos not in POINTABLE:
             raise ValueError(f'rel_pos={self.rel_pos!r} cannot express a convolution: use {", ".join(POINTABLE)}.')
-        for name, value in (('num_heads', self.num_heads), ('head_dim', self.head_dim)):
-            if value is not None and not (isinstance(value, Integral) and value > 0):
-                raise ValueError(f'{name}={value} must be a positive whole number.')
+        for name, value, most in (('num_heads', self.num_heads, MAX_HEADS), ('head_dim', self.head_dim, MAX_HEAD_DIM)):
+            if value is not None and not (isinstance(value, Integral) and 0 < value <= most):
+                raise ValueError(f'{name}={value} must be a positive whole number, and {most} at most.')
         if self.sharpness is not None and not 0 < self.sharpness <= MAX_SHARPNESS:
             raise ValueError(f'sharpness={self.sharpness} must be positive, and {MAX_SHARPNESS} at most.')
         if self.peak is not None and not 0 < self.peak < 1:
@@ -63,7 +66,7 @@ class Head(NamedTuple):
     is_soft: bool = False  # looks at all other patches as well
 
 
-class Factors(NamedTuple):
+class HeadFactors(NamedTuple):
     """What one head adds to the output, of the patch or the mean that it looks at: patch @ value.T @ output."""
     head: Head
     value: torch.Tensor  # (at most head_dim, P_h * P_w * C_in)
@@ -146,7 +149,7 @@ def rewrite(
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
-    factors: Iterable[Factors] = exact_factors(conv, heads)
+    factors: Iterable[HeadFactors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
         if not options.approximate or options.peak is not None:
             best = ', or approximate=True for the best that these can' if options.peak is None else ''
@@ -156,7 +159,7 @@ def rewrite(
     dim_out = out_pixels * conv.out_channels
     sharpness = options.sharpness
     if sharpness is None:
-        sharpness = exact_sharpness(grid_h * grid_w, conv.weight.dtype)
+        sharpness = exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
     num_params = num_heads * (options.head_dim or dim) * (3 * dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
@@ -284,7 +287,7 @@ def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
             f'{" or ".join(remedies)}')
 
 
-def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:
+def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[HeadFactors]:
     """Yield for every head the values that pick its inputs, and the weights by which the kernel reads these."""
     kernel = _dense_kernel(conv)
     block, block_offset = kernel, None
@@ -296,7 +299,7 @@ def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[Factors]:
             block, block_offset = _offset_block(kernel, *head.taps), head.offset
         if head.is_soft:
             mean_block = mean_block + block * F.one_hot(head.inputs, len(block)).sum(dim=0).unsqueeze(1)
-        yield Factors(head, F.one_hot(head.inputs, len(block)), block[head.inputs])
+        yield HeadFactors(head, F.one_hot(head.inputs, len(block)), block[head.inputs])
 
 
 def best_factors(
@@ -305,7 +308,7 @@ def best_factors(
         num_heads: int,
         grid_size: Size2d,
         options: HeadOptions,
-) -> List[Factors]:
+) -> List[HeadFactors]:
     """Return the few heads that come closest to the convolution, each at one offset.
 
     The singular vectors of an offset's block are the best inputs that a number of head dimensions can carry
@@ -325,7 +328,7 @@ def best_factors(
             value, output = block.new_zeros(len(vectors), len(block)), block.new_zeros(len(vectors), len(block[0]))
             value[:, inputs] = left[:, vectors].T
             output[:, outputs] = scales[vectors, None] * right[vectors]
-            choices.append((num_patches * scales[vectors].square().sum().item(), Factors(head, value, output)))
+            choices.append((num_patches * scales[vectors].square().sum().item(), HeadFactors(head, value, output)))
     choices.sort(key=lambda choice: choice[0], reverse=True)
     return [factors for _, factors in choices[:num_heads]]
 
@@ -367,6 +370,8 @@ def _check_plain(conv: nn.Module) -> None:
     plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
     if not plain or getattr(type(conv), '_conv_forward', None) is not nn.Conv2d._conv_forward:
         raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
+    if is_watched(conv) or '_conv_forward' in vars(conv):
+        raise TypeError('Expected a plain nn.Conv2d: attention would drop its hooks or other forward.')
 
 
 def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:

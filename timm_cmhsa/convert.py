@@ -3,7 +3,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 import timm
 import torch
@@ -12,11 +12,13 @@ from torch import nn
 
 from .analysis import eval_mode
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
-from .construction import HeadOptions, exact_sharpness, plan_heads, rewrite
+from .construction import HeadOptions, plan_heads, rewrite
 from .efficient import is_watched
 from .files import strip_prefixes
-from .patches import Size2d
+from .patch_conv import PatchConv2d
+from .patches import PatchReshape, Size2d
 from .phase1 import build_phase1, default_img_size, matching_phase1, told_by_user
+from .rel_pos import exact_sharpness, precise_dtype
 from .untrusted import CFG
 
 BATCH_SIZE = 8
@@ -51,13 +53,14 @@ def convert_model(
         A new model, in the mode of the given one, with nothing frozen.
 
     Raises:
-        TypeError: If it is not a phase-1 model.
-        ValueError: If there is no such architecture or no exact rewrite with these heads, or attention would drop hooks
-            or parameters of the model.
+        TypeError: If it is not a phase-1 model, or a subclass, which may compute something else.
+        ValueError: If there is no such architecture or no exact rewrite with these heads, or the rewrite would drop
+            hooks or parameters of the model.
     """
     model = unwrap_model(model)
-    if not isinstance(model, CmhsaConv):
+    if type(model) is not CmhsaConv:
         raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}.')
+    _check_plain(model)
     architecture = architecture or matching_architecture(model, peak)
     heads = fit_heads(model, architecture, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak))
     args = {key: value for key, value in model.model_args().items() if key != 'kernel_size'}
@@ -77,18 +80,33 @@ def convert_model(
     generator = torch.Generator().manual_seed(0)
     for i, source in enumerate(model.blocks):
         mixer, like = source.attn, converted.blocks[i].attn
-        if is_watched(mixer) or is_watched(mixer.conv):
-            raise ValueError(f'blocks.{i}.attn has hooks or another forward, which attention would drop.')
         converted.blocks[i] = copy.deepcopy(source)
         converted.blocks[i].attn = attn = rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, heads, generator)
-        attn.attn_drop, attn.proj_drop = like.attn_drop, like.proj_drop
+        attn.attn_drop, attn.proj_drop = like.attn_drop, copy.deepcopy(mixer.proj_drop)
     proj, weight = converted.patch_embed.proj, next(model.parameters())
-    proj.to_empty(device=weight.device).to(weight.dtype)
+    converted.patch_embed = copy.deepcopy(model.patch_embed)
+    converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
     init_patch_identity(proj)
     for name in model.state_dict().keys() ^ converted.state_dict().keys():
-        if '.attn.' not in name and not name.startswith('patch_embed.'):
+        if '.attn.' not in name and not name.startswith('patch_embed.proj.'):
             raise ValueError(f'{name} is in one of {type(model).__name__} and {architecture} only.')
+    converted.set_grad_checkpointing(model.grad_checkpointing)
     return converted.requires_grad_(True).train(model.training)
+
+
+def _check_plain(model: CmhsaConv) -> None:
+    """Refuse what the rewrite would drop of the modules that it makes anew."""
+    made_anew: Dict[str, Tuple[nn.Module, type]] = {
+        'the model': (model, CmhsaConv),
+        'blocks': (model.blocks, nn.Sequential),
+        'patch_embed.proj': (model.patch_embed.proj, PatchReshape),
+    }
+    for i, block in enumerate(model.blocks):
+        made_anew[f'blocks.{i}.attn'] = block.attn, PatchConv2d
+        made_anew[f'blocks.{i}.attn.conv'] = block.attn.conv, nn.Conv2d
+    for name, (module, kind) in made_anew.items():
+        if type(module) is not kind or is_watched(module):
+            raise ValueError(f'{name} has hooks or another forward, which the rewrite would drop.')
 
 
 def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> HeadOptions:
@@ -114,7 +132,8 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
         num_heads = num_heads if options.approximate else max(needed, num_heads)
     return options._replace(
         num_heads=num_heads, head_dim=head_dim,
-        sharpness=options.sharpness or exact_sharpness(math.prod(mixer.grid_size), mixer.conv.weight.dtype),
+        sharpness=options.sharpness or exact_sharpness(
+            math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
         approximate=options.approximate and needed > num_heads,
         peak=options.peak if any(head.is_soft for head in heads) else None)
 
@@ -172,7 +191,8 @@ def convert_state_dict(
     if 'img_size' not in known:
         known['img_size'] = default_img_size(matching_phase1(state_dict, known))
     model = build_phase1(state_dict, **known)
-    converted = convert_model(model, 'cmhsa_attn', num_heads, head_dim, sharpness, approximate, rel_pos, peak)
+    heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak)
+    converted = convert_model(model, 'cmhsa_attn', **heads._asdict())
     return converted.state_dict()
 
 
@@ -229,7 +249,7 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
     same_class = []
 
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        for j, values in enumerate((actual - expected, expected)):
+        for j, values in enumerate((actual.float() - expected.float(), expected.float())):
             largest[j, i] = torch.maximum(largest[j, i], values.abs().max())
             squares[j, i] += values.square().sum()
 
@@ -249,7 +269,7 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
     layers = [
         LayerReport(
             name=f'blocks.{i}.attn',
-            heads_used=int(block.attn.proj.weight.unflatten(1, (block.attn.num_heads, -1)).any(dim=2).any(dim=0).sum()),
+            heads_used=int(block.attn.used_heads().sum()),
             num_heads=block.attn.num_heads,
             error=error,
             rms_error=rms_error,

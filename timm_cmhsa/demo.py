@@ -150,6 +150,12 @@ def frame(page: str) -> str:
             '.observe(this.contentDocument.body)"></iframe>')
 
 
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2 ** 16:
+        raise argparse.ArgumentTypeError(f'{text!r} is no port: use a number from 1 to 65535')
+    return int(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog='python -m timm_cmhsa.demo', description=(
         'Serve a page to drop an image on: its classes, and where every head looks from a patch, before and after '
@@ -162,7 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='arguments of the model, likewise')
     add('--host', default='127.0.0.1', help='where to listen; 0.0.0.0 is for everybody (default: %(default)s)')
-    add('--port', metavar='N', type=int, help='likewise (default: the first free one from 7860 on)')
+    add('--port', metavar='N', type=_port, help='likewise (default: the first free one from 7860 on)')
     add('--version', action='version', version=f'timm_cmhsa {__version__}')
     return parser
 

@@ -1,164 +1,15 @@
-"""The way back: attention whose heads are shifts, computed as shifts, and as a convolution again."""
+"""The way back: attention whose heads are shifts as a convolution, the inverse of Theorem 1."""
 import itertools
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple, Optional, Tuple
 
 import torch
 from timm.layers import to_2tuple
 from torch import nn
 
-from .analysis import attention_layers, attention_maps, eval_mode
 from .attention import RelPosAttention
-from .certificates import TOLERANCE, BiasWinners, bias_winners, max_output_error, proved_leaks, proved_shifts
-from .cmhsa import CmhsaBlock
+from .certificates import TOLERANCE, proved_shifts
 from .patches import Size2d
-
-
-class ShiftReport(NamedTuple):
-    """What became of one attention layer.
-
-    Attributes:
-        name: Of the layer in the model.
-        num_heads: All heads.
-        num_proved: Heads that are shifts for any image.
-        num_measured: Heads that are shifts for the given images.
-        leak: Largest share of its attention that a shift gave to other patches; proved where there is a proof, else
-            measured.
-        bound: Of the error of an output token, as a vector; inf if any head was measured only, or there is no norm.
-        error: Largest of an output token, as a vector, for the given images.
-        rel_error: The same relative to the largest output token.
-    """
-    name: str
-    num_heads: int
-    num_proved: int
-    num_measured: int
-    leak: float
-    bound: float
-    error: Optional[float]
-    rel_error: Optional[float]
-
-
-class ShiftReports(List[ShiftReport]):
-    """What became of the attention layers of a model; prints as a table."""
-
-    def __str__(self) -> str:
-        head = ('layer', 'heads', 'shifts: proved', 'measured', 'leak', 'bound', 'error', 'relative')
-        rows: List[Sequence[str]] = [head]
-        for layer in self:
-            numbers = [layer.leak, layer.bound, layer.error, layer.rel_error]
-            rows.append([
-                layer.name, *map(str, layer[1:4]), *('-' if number is None else f'{number:.1e}' for number in numbers)])
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-@torch.no_grad()
-def fuse_shifts(
-        model: nn.Module,
-        images: Optional[torch.Tensor] = None,
-        tolerance: float = TOLERANCE,
-) -> ShiftReports:
-    """Compute heads that are shifts as such, in place, for inference.
-
-    `timm.utils.reparameterize_model` does the same for shifts that are proved at the default tolerance, and reports
-    nothing. A proof takes the biases, the query and key projections, and the LayerNorm before the attention; without
-    one (as in CNNs after `attend_convs`), only heads without queries or keys are proved.
-
-    Args:
-        model: A model of this package, or one with convolutions replaced by `attend_convs`.
-        images: Shape (B, C, H, W). Heads without a proof are shifts if they are for these images. Also measures errors.
-        tolerance: Largest share of its attention that a shift may give to other patches.
-
-    Returns:
-        A report for every layer. Bounds hold in exact arithmetic, rounding comes on top.
-
-    Raises:
-        ValueError: If the model has no attention layer of this package or is one itself, or the tolerance is not
-            between 0 and 1.
-    """
-    if not 0 < tolerance < 1:
-        raise ValueError(f'{tolerance=} must be between 0 and 1.')
-    layers = attention_layers(model)
-    if '' in layers:
-        raise ValueError(f'{type(model).__name__} is an attention layer itself: call its fuse(), or give its model.')
-    norms: Dict[int, Any] = {}
-    for block in model.modules():
-        if isinstance(block, CmhsaBlock):  # a layer that several blocks share has no norm of its own
-            norms[id(block.attn)] = None if id(block.attn) in norms else block.norm1
-    winners = {name: bias_winners(layer) for name, layer in layers.items()}
-    if images is not None and not len(images):
-        raise ValueError('There are no images to measure with.')
-    measured = {} if images is None else _measured_leaks(model, images, winners)
-    outputs = {} if images is None else _outputs(model, images, layers)
-    reports = ShiftReports()
-    for name, layer in layers.items():
-        norm, chosen = norms.get(id(layer)), winners[name]
-        proved = proved_leaks(layer, chosen, norm)
-        is_proved = proved <= tolerance
-        leaks = torch.where(is_proved, proved, measured.get(name, torch.ones_like(proved)))
-        shifts = [shift if leak <= tolerance else None for shift, leak in zip(chosen.shifts, leaks)]
-        found = torch.tensor([shift is not None for shift in shifts], dtype=torch.bool, device='cpu')
-        error = rel_error = None
-        bound = 0.
-        if found.any():
-            if not (is_proved | ~found).all():
-                bound = math.inf
-            for head in found.nonzero().flatten().tolist():
-                alone = [shift if i == head else None for i, shift in enumerate(shifts)]
-                factors, = layer.shift_factors(alone).values()
-                bound += max_output_error(factors, leaks[head].item(), norm)
-            fused = layer.fuse_shifts(shifts)
-            if name in outputs:
-                inputs, expected = outputs[name]
-                with eval_mode(fused):
-                    error = (fused(inputs) - expected).norm(dim=-1).max().item()
-                rel_error = error / max(expected.norm(dim=-1).max().item(), torch.finfo(expected.dtype).tiny)
-            model.set_submodule(name, fused)
-        reports.append(ShiftReport(
-            name=name,
-            num_heads=layer.num_heads,
-            num_proved=int((found & is_proved).sum()),
-            num_measured=int((found & ~is_proved).sum()),
-            leak=leaks[found].max().item() if found.any() else 0.,
-            bound=bound,
-            error=error,
-            rel_error=rel_error,
-        ))
-    return reports
-
-
-def _measured_leaks(
-        model: nn.Module, images: torch.Tensor, winners: Dict[str, BiasWinners]) -> Dict[str, torch.Tensor]:
-    """Return the largest share of its attention that every head gives to other keys than its shift's, (num_heads,)."""
-    leaks = {}
-    for name, maps in attention_maps(model, images).items():
-        weights = maps.weights if maps.zero_key is None else torch.cat([maps.weights, maps.zero_key.unsqueeze(-1)], -1)
-        leak = torch.ones(weights.shape[1], dtype=torch.double, device='cpu')
-        for head, shift in enumerate(winners[name].shifts):
-            if shift is not None:
-                others = weights[:, head].scatter(
-                    -1, shift.keys(maps.grid_size).to(weights.device).expand(len(images), -1).unsqueeze(-1), 0.)
-                leak[head] = others.sum(dim=-1).max().item()
-        leaks[name] = leak
-    return leaks
-
-
-def _outputs(
-        model: nn.Module, images: torch.Tensor, layers: Dict[str, Any]) -> Dict[str, Tuple[torch.Tensor, torch.Tensor]]:
-    """Return input and output of every layer."""
-    seen: Dict[str, Tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def keep(name: str) -> Callable[..., None]:
-        return lambda layer, inputs, output: seen.update({name: (inputs[0], output)})
-
-    handles = [layer.register_forward_hook(keep(name)) for name, layer in layers.items()]
-    try:
-        with eval_mode(model):
-            model(images)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return seen
 
 
 class Conv2dResult(NamedTuple):
@@ -198,12 +49,14 @@ def attention_to_conv2d(
         are not found again: they are zeros of the kernel.
 
     Raises:
-        TypeError: If it is not a `RelPosAttention`.
+        TypeError: If it is not a `RelPosAttention`, or something was added to one: hooks, adapters, another forward.
         ValueError: If a head is no shift by proof, heads see different things outside the image, or the widths are not
             those of such patches.
     """
     if not isinstance(attn, RelPosAttention):
         raise TypeError(f'Expected a RelPosAttention to rewrite as a convolution, got {type(attn).__name__}.')
+    if not attn.is_replaceable():
+        raise TypeError('Expected a plain RelPosAttention: a convolution would drop its hooks, adapters or forward.')
     patch, steps = to_2tuple(patch_size), to_2tuple(stride)
     if min(*patch, *steps) < 1:
         raise ValueError(f'{patch_size=} and {stride=} must be positive.')
@@ -283,7 +136,7 @@ def _offset_blocks(
         offsets are inside the image; the part of it that is missing somewhere, (shifts, dim_out); the padding mode.
     """
     shifts, height, width = proved_shifts(attn, norm, tolerance), *attn.grid_size
-    used = attn.proj.weight.unflatten(1, (attn.num_heads, -1)).any(dim=2).any(dim=0)
+    used = attn.used_heads()
     for head, shift in enumerate(shifts):
         if used[head] and shift is None:
             raise ValueError(f'Head {head + 1} is no shift by proof: attention with such heads is no convolution.')

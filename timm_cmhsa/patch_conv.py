@@ -4,24 +4,15 @@ from typing import Final, Optional, Tuple
 
 import torch
 from timm.layers import to_2tuple
-from timm.models import register_notrace_function
 from torch import nn
 
 from .patches import Size2d, patchify, unpatchify
-from .rel_pos import Mask
+from .rel_pos import Mask, reject_attn_mask
 
 # Keep these as leaves for FX: they branch on traced values.
 torch.fx.wrap('patchify')
 torch.fx.wrap('unpatchify')
-
-
-@torch.fx.wrap
-@register_notrace_function
-def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-    """Return the tokens x of a mixer that cannot use a mask, if there is no mask."""
-    if attn_mask is not None or is_causal:
-        raise ValueError('A convolution has no attention to mask: call the model without attn_mask and is_causal.')
-    return x
+torch.fx.wrap('reject_attn_mask')
 
 
 class PatchConv2d(nn.Module):

@@ -9,7 +9,7 @@ from timm.layers import to_2tuple
 from .cmhsa import CmhsaConv
 from .files import CheckpointError
 from .messages import one_line, shorten, shorten_names
-from .untrusted import checked_args
+from .untrusted import check_num_patches, checked_args
 
 UNTOLD_ARGS = ('img_size', 'patch_size', 'in_chans', 'global_pool', 'fc_norm', 'norm_layer', 'act_layer')
 DTYPES = {'float64': torch.float64, 'float32': torch.float32, 'bfloat16': torch.bfloat16, 'float16': torch.float16}
@@ -30,6 +30,7 @@ def build_phase1(
     overlay = dict(pretrained_cfg or {})
     try:
         model = timm.create_model(name, **args, pretrained_cfg_overlay=overlay, device=torch.device('meta'))
+        check_num_patches(model)
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     except Exception as e:  # timm's layers raise many kinds

@@ -19,11 +19,12 @@ from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
 from .attention import replace_weight
-from .certificates import proved_shifts
 from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
 from .efficient import is_plain_linear
+from .encodings import ENCODINGS, create_rel_pos
 from .patches import Size2d
-from .rel_pos import ENCODINGS, Mask, OnGrid, add_attn_mask, create_rel_pos
+from .rel_pos import Mask, add_attn_mask
+from .shiftable import ShiftableAttention
 from .shifts import Factors, Shift, ShiftedAttention, group_heads
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
@@ -31,7 +32,7 @@ torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 __all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
 
 
-class PositionalAttention(OnGrid, nn.Module):
+class PositionalAttention(ShiftableAttention, nn.Module):
     """Heads that attend by relative position alone: the same pattern for all images.
 
     Maps tokens of shape (B, N, dim) to the same shape.
@@ -79,19 +80,16 @@ class PositionalAttention(OnGrid, nn.Module):
         self.num_heads = len(heads)
 
     def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
-        """Return how much content can add to a score of every head: nothing."""
-        return torch.zeros(self.num_heads, dtype=torch.double, device='cpu')
+        return torch.zeros(self.num_heads, dtype=torch.double, device='cpu')  # there is none
 
     def shift_factors(self, shifts: Sequence[Optional[Shift]]) -> Dict[Shift, Factors]:
-        """Return what the heads with each shift do; they have None if they are none."""
         dim = self.proj.in_features
         outputs = self.proj.weight @ self.value.weight.view(dim, -1, dim).transpose(0, 1)
         eye = torch.eye(dim, device=outputs.device, dtype=outputs.dtype)
         return {shift: Factors(eye, None, outputs[heads].sum(dim=0)) for shift, heads in group_heads(shifts).items()}
 
     @torch.no_grad()
-    def fuse_shifts(self, shifts: Sequence[Optional[Shift]]) -> ShiftedAttention:
-        """Return the form for inference in which some heads are these shifts."""
+    def with_shifts(self, shifts: Sequence[Optional[Shift]]) -> ShiftedAttention:
         others = [i for i, shift in enumerate(shifts) if shift is None]
         rest = None
         if others:
@@ -101,14 +99,14 @@ class PositionalAttention(OnGrid, nn.Module):
             rest.proj.register_parameter('bias', None)
         return ShiftedAttention(self.shift_factors(shifts), self.proj(self.value.bias), self.grid_size, rest)
 
-    def fuse(self, norm: Optional[nn.Module] = None) -> nn.Module:
-        """Return the form for inference: see `RelPosAttention.fuse`."""
-        shifts = proved_shifts(self, norm)
-        return self.fuse_shifts(shifts) if any(shifts) else self
+    def without_shifts(self) -> nn.Module:
+        return self
 
     def is_plain(self) -> bool:
-        """Return whether the projections are their weights and nothing else."""
         return is_plain_linear(self.value) and is_plain_linear(self.proj)
+
+    def is_replaceable(self) -> bool:
+        return type(self) in (PositionalAttention, PositionalContentAttention) and super().is_replaceable()
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
@@ -131,8 +129,7 @@ class PositionalContentAttention(PositionalAttention):
         self.reset_parameters()
 
     def max_content_score(self, norm: Optional[nn.Module] = None) -> torch.Tensor:
-        """Return how much content can add to a score of every head: no bound is known."""
-        return torch.full((self.num_heads,), math.inf, dtype=torch.double, device='cpu')
+        return torch.full((self.num_heads,), math.inf, dtype=torch.double, device='cpu')  # no bound is known
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         B, N, D = x.shape

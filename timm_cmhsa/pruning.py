@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from .attention import RelPosAttention
-from .rel_pos import GeneralQuadraticRelPos
+from .encodings import GeneralQuadraticRelPos
 
 MIN_EIGENVALUE = 1e-5  # patches^-2; if the largest of a head's inverse covariance is smaller, it attends to all alike
 MAX_CONDITION = 1e5  # if the ratio of the two is larger, it attends to a thin stripe

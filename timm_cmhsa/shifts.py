@@ -7,10 +7,11 @@ from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.models import register_notrace_function
 from torch import nn
 
-from .rel_pos import Grid, Mask
+from .rel_pos import Grid, Mask, reject_attn_mask
+
+torch.fx.wrap('reject_attn_mask')  # keep as a leaf for FX
 
 BORDERS = ('zeros', 'circular', 'replicate')  # what a shift sees outside the image, as a convolution's padding_mode
 
@@ -95,15 +96,6 @@ def head_factors(qkv: nn.Linear, proj: nn.Linear, num_heads: int, heads: List[in
     value = qkv.weight.view(3, num_heads, -1, qkv.in_features)[2, heads].flatten(0, 1)
     bias = None if qkv.bias is None else qkv.bias.view(3, num_heads, -1)[2, heads].flatten()
     return Factors(value, bias, proj.weight.view(proj.out_features, num_heads, -1)[:, heads].flatten(1))
-
-
-@torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
-@register_notrace_function
-def check_no_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-    """Return x, or raise a ValueError if there is a mask, which shifts would ignore."""
-    if attn_mask is not None or is_causal:
-        raise ValueError('Heads that are computed as shifts have no attention to mask: use the model as attention.')
-    return x
 
 
 class ShiftedHeads(nn.Module):
@@ -209,7 +201,7 @@ class ShiftedAttention(nn.Module):
                 'the model is reparameterized.'.format(*self.grid_size))
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-        x = check_no_mask(x, attn_mask, is_causal)
+        x = reject_attn_mask(x, attn_mask, is_causal)
         out = self.heads(x, self.value, self.output, self.shift_bias, self.bias)
         if self.rest is not None:
             out = out + self.rest(x)

@@ -12,8 +12,10 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
+from .construction import MAX_HEAD_DIM, MAX_HEADS
+from .encodings import ENCODINGS
 from .messages import shorten
-from .rel_pos import ENCODINGS
+from .rel_pos import RelPosTable
 
 MAX_TOKENS = 2 ** 14  # of an image: one head's attention takes 1 GB then
 MAX_VALUES = 2 ** 26  # of an image
@@ -69,14 +71,14 @@ def _either(one: Rule, other: Rule) -> Rule:
 
 
 TEXT = Rule(_is_text, 'a text of at most 1000 characters')
-_HEADS = _int(0, 10_000)
+_HEADS = _int(0, MAX_HEADS)
 _RATE = _number(0, 1)
 
 ARGS: Dict[str, Rule] = {
     'img_size': _size(2 ** 12), 'patch_size': _size(2 ** 10), 'kernel_size': _size(255),
     'in_chans': _int(1, 1000), 'hidden_chans': _int(1, 10_000), 'num_classes': _int(0, 10 ** 6),
     'depth': _int(1, 200), 'mlp_ratio': _number(0, 1000),
-    'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, 10 ** 5),
+    'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, MAX_HEAD_DIM),
     'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS), 'padding': _size(2 ** 12, low=0),
     'global_pool': _one_of('', 'avg', 'avgmax', 'max', 'map', 'prr'),
     'fc_norm': _one_of(True, False), 'norm_layer': _one_of(*NORM_LAYERS), 'act_layer': _one_of(*ACT_LAYERS),
@@ -104,11 +106,7 @@ def _checked(told: Mapping[str, Any], rules: Mapping[str, Rule]) -> Dict[str, An
 def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the arguments of models of this package, without all others; raise ValueError for a bad value."""
     args = _checked(told, ARGS)
-    size = to_2tuple(args.get('img_size', 1))
-    sides = zip(size, to_2tuple(args.get('patch_size', 1)))
-    if 'patch_size' in args and math.prod(side // patch for side, patch in sides) > MAX_TOKENS:
-        raise ValueError(f"an image of {args['img_size']} has too many patches of {args['patch_size']}")
-    if math.prod(size) * args.get('in_chans', 1) > MAX_VALUES:
+    if math.prod(to_2tuple(args.get('img_size', 1))) * args.get('in_chans', 1) > MAX_VALUES:
         raise ValueError(f"an image of {args['img_size']} with {args.get('in_chans', 1)} channels is too large")
     return args
 
@@ -116,6 +114,22 @@ def checked_args(told: Mapping[str, Any]) -> Dict[str, Any]:
 def checked_cfg(told: Mapping[str, Any]) -> Dict[str, Any]:
     """Return preprocessing, classes and license, without all else; raise ValueError for a bad value."""
     return _checked(told, CFG)
+
+
+def check_num_patches(model: nn.Module) -> None:
+    """Refuse a model with too many patches, or with too wide a padding around them, before it takes any memory.
+
+    Raises:
+        ValueError: If it has.
+    """
+    for module in model.modules():
+        grid_size = getattr(module, 'grid_size', None) or ()
+        padding = getattr(module, 'padding', (0, 0)) if isinstance(module, RelPosTable) else (0, 0)
+        num_keys = math.prod(side + 2 * pad for side, pad in zip(grid_size, padding))
+        if math.prod(grid_size) > MAX_TOKENS or math.prod(grid_size) * num_keys > 2 * MAX_TOKENS ** 2:
+            raise ValueError(
+                f'images of {shorten(tuple(grid_size))} patches, and {shorten(tuple(padding))} of padding, have too '
+                f'many: {MAX_TOKENS} are the most')
 
 
 def checked_tensors(told: Mapping[Any, Any], most_bytes: int) -> Dict[str, torch.Tensor]:
@@ -149,8 +163,10 @@ def build_model(
 
     Raises:
         RuntimeError: If the tensors are not those of this model. No memory was allocated for it.
+        ValueError: If it has too many patches.
     """
     model = timm.create_model(name, **args, pretrained_cfg_overlay=dict(pretrained_cfg), device=torch.device('meta'))
+    check_num_patches(model)
     model.load_state_dict(state_dict, assign=True)
     for module in model.modules():
         if hasattr(module, 'init_non_persistent_buffers'):

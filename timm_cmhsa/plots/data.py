@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
+from ..encodings import QuadraticRelPos
 from ..files import CheckpointError, read_checkpoint
 from ..messages import printable, shorten
-from ..rel_pos import QuadraticRelPos
 from ..untrusted import build_model, checked_args
 
 BATCH_WEIGHTS = 2 ** 26  # of all layers and some images at once: 256 MB in float32
