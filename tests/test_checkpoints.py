@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,10 @@ import timm
 import torch
 from hypothesis import given, strategies as st
 from PIL import Image
+from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs, load_checkpoint, register_model
 from timm.optim import create_optimizer_v2
-from timm.utils import CheckpointSaver, ModelEmaV3
+from timm.utils import CheckpointSaver, ModelEmaV3, ParseKwargs
 from torch import nn
 
 from timm_cmhsa import CheckpointError, CmhsaConv, VerificationError, convert_checkpoint, convert_state_dict
@@ -520,7 +522,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--num-heads', '9' * 23], 'must be a positive whole number, and 10000 at most'),
     (['--head-dim', '9' * 23], 'must be a positive whole number, and 100000 at most'),
     (['--head-dim', '0'], '--head-dim 0 must be a positive'),
-    (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the phase-1 model of 48: choose a model of that width, or'),
+    (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the phase-1 model of 48: choose cmhsa_attn'),
     (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be a positive'),
     (['--in-chans', '0'], '--in-chans is 0, where a whole number from 1 to 1000 was expected'),
     (['--sharpness', 'nan'], '--sharpness nan must be positive'),
@@ -726,8 +728,37 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
         'global_pool=avg')
     assert lines[7] == (
         'The errors are those against a model of the same assumptions: where it was another, tell what it had.')
-    assert lines[8] == f'for train.py, from a file: --model {ATTN} --model-kwargs patch_size=4 depth=2 head_dim=48'
+    assert lines[8] == (
+        f'for train.py, from a file: --model {ATTN} --num-classes 10 --img-size 32 --model-kwargs patch_size=4 '
+        'img_size=32 depth=2 head_dim=48')
     assert lines[9] == f'written to {tmp_path / "out"}'
+
+
+@pytest.mark.parametrize('img_size', [16, (16, 32)])
+def test_the_options_it_prints_make_the_model(img_size, tmp_path, capsys):
+    """They are read as timm's train.py reads them."""
+    src, dst = tmp_path / 'model.pth', tmp_path / 'out.safetensors'
+    shape = dict(img_size=img_size, patch_size=8, in_chans=1, hidden_chans=1, num_classes=3, depth=1)
+    torch.save(timm.create_model(CONV, global_pool='max', **shape).state_dict(), src)
+    size = 'x'.join(map(str, to_2tuple(img_size)))
+    told = ['--img-size', size, '--in-chans', '1', '--model-kwargs', 'global_pool=max']
+    assert main([str(src), str(dst), '--num-heads', '12', *told]) == 0
+    line = capsys.readouterr().out.splitlines()[-2]
+    parser = argparse.ArgumentParser()
+    for flag in ('--model', '--gp'):
+        parser.add_argument(flag)
+    for flag in ('--num-classes', '--in-chans', '--img-size'):
+        parser.add_argument(flag, type=int)
+    parser.add_argument('--input-size', nargs=3, type=int)
+    parser.add_argument('--model-kwargs', nargs='*', default={}, action=ParseKwargs)
+    options = parser.parse_args(shlex.split(line.removeprefix('for train.py, from a file:')))
+    assert options.input_size == ([1, 16, 32] if img_size == (16, 32) else None)
+    assert options.img_size == (None if img_size == (16, 32) else 16)
+    model = timm.create_model(
+        options.model, num_classes=options.num_classes, in_chans=options.in_chans, global_pool=options.gp,
+        **options.model_kwargs)
+    model.load_state_dict(safetensors.torch.load_file(dst))
+    assert model.patch_embed.img_size == to_2tuple(img_size)
 
 
 def test_command_explains_itself(capsys):

@@ -48,6 +48,12 @@ def test_the_wheel_works_without_this_repository(tmp_path):
     assert {'.png', '.html'} <= {file.suffix for file in (tmp_path / 'pictures').iterdir()}
 
 
+def test_a_folder_of_its_name_does_not_hide_it(tmp_path):
+    """Such as the clone that it was installed from, seen from the folder above."""
+    (tmp_path / 'timm_cmhsa').mkdir()
+    run(sys.executable, '-c', 'import timm_cmhsa; timm_cmhsa.convert_model', cwd=tmp_path)
+
+
 def test_one_version():
     assert yaml.safe_load((ROOT / 'CITATION.cff').read_text(encoding='utf-8'))['version'] == __version__
     headings = re.findall(r'^## \[(.*?)\]', (ROOT / 'CHANGELOG.md').read_text(encoding='utf-8'), re.MULTILINE)

@@ -50,7 +50,8 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
     if not layers:
         raise ValueError(
             f'{type(model).__name__} has no attention layer of timm_cmhsa to look at: use a phase-2 model, a pixel '
-            f'model or one with convolutions replaced by attend_convs. (A reparameterized model has no maps.)')
+            'model or one with convolutions replaced by attend_convs. (Convert a phase-1 model first. A '
+            'reparameterized one has no maps.)')
     return layers
 
 

@@ -158,13 +158,14 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
     if dst.suffix in FILE_SUFFIXES:
         raise CheckpointError(f'{dst} is the name of a file: what goes to the Hub is a folder, give the name of one.')
     about = _about(args)
-    num_classes = len(about['label_names'] or ()) or args.num_classes
     heads = HeadOptions(
         args.num_heads, args.head_dim, args.sharpness, args.approximate, args.rel_pos, args.peak)
     told = told_by_user(args.model_kwargs, img_size=args.img_size, patch_size=args.patch_size, in_chans=args.in_chans)
     check_options(args.model, heads, args.dtype, args.images, args.tolerance)
     path, folder = locate(args.src, dst, force=True)  # An existing folder is compared below.
-    phase1 = load_phase1(path, args.src, args.model, told, num_classes, args.use_ema, args.dtype)
+    phase1 = load_phase1(path, args.src, args.model, told, args.num_classes, args.use_ema, args.dtype)
+    if about['label_names'] is not None:
+        check_label_names(about['label_names'], phase1.model.num_classes)
     converted, report = convert_and_verify(phase1, args.model, heads, args.images, args.tolerance)
     about['details'] = report.details
     if args.force or not folder.is_dir() or not any(folder.iterdir()):
@@ -183,11 +184,8 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
 
 def _about(args: argparse.Namespace) -> Dict[str, Any]:
     """Return what the options tell of the model, for its card."""
-    label_names = None if args.label_names is None else read_label_names(args.label_names)
-    if label_names is not None:
-        check_label_names(label_names, args.num_classes or len(label_names))
     return dict(
-        label_names=label_names,
+        label_names=None if args.label_names is None else read_label_names(args.label_names),
         license=args.license,
         datasets=args.dataset,
         base_model=args.src.partition(':')[2].partition('@')[0] if args.src.startswith(PREFIXES) else None,
@@ -254,7 +252,7 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--use-ema', action='store_true', help='convert the EMA weights')
     add('--dtype', choices=DTYPES,
         help="type of the written tensors (default: the source's); the error of rounding to it is reported separately")
-    add('--images', metavar='DIR', type=Path, help='verify on images of this folder too')
+    add('--images', metavar='DIR', type=Path, help='verify on images of this folder too, 64 of them at most')
     add('--tolerance', metavar='E', type=float,
         help=f'largest accepted error, relative to the largest value (default: {TOLERANCE}; where approximate, any)')
     add('--force', action='store_true', help='overwrite DST (and nothing on the Hub)')

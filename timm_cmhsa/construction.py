@@ -10,7 +10,7 @@ every query, which further heads subtract. The rewrite is still exact, and its s
 """
 import itertools
 import math
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -50,10 +50,11 @@ class HeadOptions(NamedTuple):
         for name, value, most in (('num_heads', self.num_heads, MAX_HEADS), ('head_dim', self.head_dim, MAX_HEAD_DIM)):
             if value is not None and not (isinstance(value, Integral) and 0 < value <= most):
                 raise ValueError(f'{name}={value} must be a positive whole number, and {most} at most.')
-        if self.sharpness is not None and not 0 < self.sharpness <= MAX_SHARPNESS:
-            raise ValueError(f'sharpness={self.sharpness} must be positive, and {MAX_SHARPNESS} at most.')
-        if self.peak is not None and not 0 < self.peak < 1:
-            raise ValueError(f'peak={self.peak} must be between 0 and 1.')
+        if self.sharpness is not None and not (
+                isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):
+            raise ValueError(f'sharpness={self.sharpness!r} must be positive, and {MAX_SHARPNESS} at most.')
+        if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
+            raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1.')
         if self.peak is not None and self.rel_pos not in TABLES:
             raise ValueError(f"peak={self.peak} is for rel_pos='table', where {self.rel_pos!r} was asked for.")
 

@@ -3,7 +3,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import timm
 import torch
@@ -59,7 +59,8 @@ def convert_model(
     """
     model = unwrap_model(model)
     if type(model) is not CmhsaConv:
-        raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}.')
+        hint = ', which is converted already' if isinstance(model, CmhsaAttn) else ''
+        raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}{hint}.')
     _check_plain(model)
     architecture = architecture or matching_architecture(model, peak)
     heads = fit_heads(model, architecture, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak))
@@ -121,9 +122,10 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
     if head_dim is None:
         is_thin = default.head_dim != target.embed_dim
         if is_thin and target.embed_dim != model.embed_dim:
+            others = [name for name, each in _architectures() if each.embed_dim == model.embed_dim]
             raise ValueError(
                 f'{architecture} has tokens of width {target.embed_dim}, the phase-1 model of {model.embed_dim}: '
-                f'choose a model of that width, or {matching_architecture(model)} with head_dim=N.')
+                f'choose {" or ".join(others) or f"{matching_architecture(model)} with head_dim=N"}.')
         head_dim = default.head_dim if is_thin else model.embed_dim
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos, options.peak)
     needed = len(heads)
@@ -148,13 +150,18 @@ def check_architecture(name: str) -> None:
 def matching_architecture(model: CmhsaConv, peak: Optional[float] = None) -> str:
     """Return the registered phase-2 model with tokens of this shape and heads as wide, or else `cmhsa_attn(_soft)`."""
     encoding = 'table' if peak is None else 'padded_table'
-    for name in timm.list_models('cmhsa_attn*'):
-        target = timm.create_model(name, depth=1, device=torch.device('meta'))
+    for name, target in _architectures():
         attn = target.blocks[0].attn
         shape = target.patch_embed.patch_size, target.hidden_chans, attn.head_dim, attn.rel_pos.name
         if shape == (model.patch_embed.patch_size, model.hidden_chans, target.embed_dim, encoding):
             return name
     return 'cmhsa_attn' if peak is None else 'cmhsa_attn_soft'
+
+
+def _architectures() -> Iterator[Tuple[str, CmhsaAttn]]:
+    """Return all registered phase-2 models but those of tests, with one block each."""
+    for name in timm.list_models('cmhsa_attn*'):
+        yield name, timm.create_model(name, depth=1, device=torch.device('meta'))
 
 
 def _pretrained_cfg(model: CmhsaConv) -> Dict[str, Any]:

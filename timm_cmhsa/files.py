@@ -119,7 +119,9 @@ def _find(path: Path) -> Tuple[Dict[str, Any], Path]:
         return {}, path
     config = path / 'config.json'
     if not config.exists():
-        raise CheckpointError(f"{path} has no config.json: it is not a folder in timm's local-dir: layout.")
+        raise CheckpointError(
+            f"{path} has no config.json: it is not a folder in timm's local-dir: layout. Of a folder of train.py's, "
+            'give a file, such as model_best.pth.tar.')
     told = read_json(config, "a model configuration of timm's")
     weights = next((path / name for name in WEIGHT_NAMES if (path / name).is_file()), None)
     if weights is None:

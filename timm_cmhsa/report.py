@@ -1,5 +1,6 @@
 """What a conversion did and how exact it is: as text, for the model card, and for the metadata of the file."""
 import json
+import shlex
 from dataclasses import dataclass
 from typing import Any, Dict, Optional
 
@@ -13,7 +14,7 @@ from .version import __version__
 CONSTRUCTION = 'Theorem 1 of arXiv 2111.01353, with a zero key'
 APPROXIMATION = f'approximate; {CONSTRUCTION}, and the singular vectors that the heads have room for'
 
-TRAIN_OPTIONS = ('img_size', 'in_chans', 'num_classes', 'global_pool')  # of train.py itself
+TRAIN_OPTIONS = {'num_classes': '--num-classes', 'in_chans': '--in-chans', 'global_pool': '--gp'}
 
 
 @dataclass
@@ -58,12 +59,21 @@ class ConversionReport(Verification):
         return sharpness if self.peak is None else f'peak {self.peak:g} ({sharpness} where one-hot)'
 
     @property
-    def model_kwargs(self) -> str:
-        """What timm's `train.py` has to be told of the model, besides what it has options for."""
+    def train_options(self) -> str:
+        """What timm's `train.py` has to be told of the model. It does not hand on the size of its images."""
         default = timm.create_model(self.architecture, device=torch.device('meta')).model_args()
         values = {key: value[0] if isinstance(value, tuple) and len(set(value)) == 1 else value
                   for key, value in self.model_args.items() if value != default[key]}
-        return ' '.join(f'{key}={value}' for key, value in values.items() if key not in TRAIN_OPTIONS)
+        options = [f'--model {self.architecture}']
+        options += [f'{flag} {values.pop(key)}' for key, flag in TRAIN_OPTIONS.items() if key in values]
+        if 'img_size' in values:
+            height, width = self.model_args['img_size']
+            options.append(f'--img-size {height}' if height == width else
+                           f"--input-size {self.model_args['in_chans']} {height} {width}")
+        if values:
+            kwargs = (f'{key}={value}'.replace(' ', '') for key, value in values.items())
+            options += ['--model-kwargs', *map(shlex.quote, kwargs)]
+        return ' '.join(options)
 
     @property
     def agreement(self) -> str:
@@ -133,6 +143,5 @@ class ConversionReport(Verification):
             *([f'assumed, as tensors alone do not tell: {self.assumptions}\n'
                'The errors are those against a model of the same assumptions: where it was another, tell what it had.']
               if self.assumed else []),
-            *([f'for train.py, from a file: --model {self.architecture} --model-kwargs {self.model_kwargs}']
-              if self.model_kwargs else []),
+            f'for train.py, from a file: {self.train_options}',
         ])
