@@ -50,7 +50,7 @@ CONVIT = 'convit_tiny', dict(TOKENS, embed_dim=48, depth=4, num_heads=4, num_cla
 CONVNEXT = 'convnext_atto', dict(patch_size=2, dims=(32, 64, 128, 256), depths=(1, 1, 2, 1), num_classes=10)
 RESNET = 'resnet18_cifar', dict(channels=(24, 48, 96, 192), num_classes=10)
 PHASE1, LONGER, CNN = 'phase 1', 'phase 1 alone, as many steps', 'ResNet-18'
-MORE_EPOCHS = 5  # of phase 1 alone, to take as much time as two phases
+MORE_EPOCHS = 4  # of phase 1 alone, to take as much time as two phases with soft heads
 
 Record = Dict[str, Any]
 Results = Dict[str, Record]  # by the key of a run
