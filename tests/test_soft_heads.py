@@ -125,7 +125,7 @@ def test_how_many_heads_it_takes(kernel_size, head_dim, num_heads, center_is_sof
 
 
 @pytest.mark.parametrize(('kwargs', 'message'), [
-    ({'peak': 1.}, 'peak=1.0 must be between 0 and 1'),
+    ({'peak': 1.}, 'peak=1.0 must be a number between 0 and 1'),
     ({'peak': 0.04}, 'above 1 / 25'),
     ({'peak': math.nextafter(0.04, 1)}, 'too close to 1 / 25'),  # rounding would be 1e9 times the output
     ({'peak': 0.04 * (1 + 1e-7)}, 'too close to 1 / 25'),
@@ -232,4 +232,4 @@ def test_a_checkpoint_is_converted_with_a_peak(tmp_path, capsys):
     loaded = timm.create_model(f'local-dir:{tmp_path}/phase2', pretrained=True).eval()
     assert relative_error(loaded(images), model(images)) <= 2e-6
     assert convert_main([*arguments[:-1], '1.5', '--force']) == 2
-    assert '--peak 1.5 must be between 0 and 1' in capsys.readouterr().err
+    assert '--peak 1.5 must be a number between 0 and 1' in capsys.readouterr().err
