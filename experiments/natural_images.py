@@ -14,9 +14,7 @@ import json
 import os
 import statistics
 import sys
-import threading
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context, parent_process
+from concurrent.futures import as_completed
 from pathlib import Path
 from statistics import mean
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
@@ -25,6 +23,7 @@ import scipy.stats
 import torch
 from common.options import positive_float, positive_int
 from common.photos import IMG_SIZE, Photos, split_photos
+from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import VERSIONS
 from common.training import Stage, create, evaluate, num_params, train
@@ -212,8 +211,7 @@ def finish(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
 def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> None:
     if not runs:
         return
-    os.environ['TQDM_DISABLE'] = '1'  # of the other processes
-    with ProcessPoolExecutor(args.workers, mp_context=get_context('spawn'), initializer=end_with_parent) as pool:
+    with make_pool(args.workers) as pool:
         futures = [pool.submit(do, run, args.data_dir, args.num_held_out, args.output) for run in runs]
         try:
             for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=False):
@@ -223,16 +221,6 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-
-
-def end_with_parent() -> None:
-    """End this process when the one that started it is killed: two of a kind would write to the same checkpoints."""
-    def wait() -> None:
-        parent = parent_process()
-        assert parent is not None
-        parent.join()
-        os._exit(1)
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, Record]:

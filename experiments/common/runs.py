@@ -9,8 +9,7 @@ import json
 import math
 import os
 import statistics
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from multiprocessing import get_context
+from concurrent.futures import as_completed
 from pathlib import Path
 from typing import Any, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, TypeVar
 
@@ -24,6 +23,7 @@ import timm_cmhsa
 from timm_cmhsa.checkpoints import TOLERANCE
 
 from .data import split_digits
+from .pool import make_pool
 from .report import write_whole
 from .training import BATCH_SIZE, Stage, create, evaluate, train
 
@@ -102,9 +102,8 @@ def finish(runs: List[Run], output: Path, title: str) -> None:
     todo = [run for run in {run.name: run for run in runs}.values() if not (output / run.name / 'result.json').exists()]
     if not todo:
         return
-    os.environ['TQDM_DISABLE'] = '1'  # of the other processes
     workers = min(os.cpu_count() or 1, MAX_WORKERS, len(todo))
-    with ProcessPoolExecutor(workers, mp_context=get_context('spawn')) as pool:
+    with make_pool(workers) as pool:
         futures = [pool.submit(do, run, output) for run in todo]
         try:
             for future in tqdm(as_completed(futures), title, total=len(futures)):
