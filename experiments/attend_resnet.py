@@ -16,7 +16,7 @@ from typing import Any, Dict, List
 import timm
 import torch
 from common.data import CANVAS, split_digits
-from common.options import make_parser, positive_int
+from common.options import add_repeats, make_parser, positive_int
 from common.report import markdown_table, spread, write_whole
 from common.runs import CPU
 from common.timing import step_seconds
@@ -41,7 +41,7 @@ def main() -> None:
     models = forms_of(timm.create_model('resnet18', **MODEL_ARGS))
     for title in NAMES:
         print(f'{title}:\n{attention_summary(models[title])}')
-    table = markdown(results, models)
+    table = markdown(results, models, args.repeats)
     write_whole(args.output / 'attend_resnet.md', table)
     print(table)
     images = split_digits(args.num_train, seed=0)[2].first()
@@ -53,6 +53,7 @@ def parse_args() -> argparse.Namespace:
     add = parser.add_argument
     add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=40, help='of the CNN; half as many to fine-tune (default: %(default)s)')
+    add_repeats(parser, 5)
     return parser.parse_args()
 
 
@@ -94,9 +95,9 @@ def logits_error(expected: nn.Module, actual: nn.Module, images: torch.Tensor) -
     return ((actual(images) - logits).abs().max() / logits.abs().max()).item()
 
 
-def markdown(results: List[Dict[str, Dict[str, Any]]], models: Dict[str, nn.Module]) -> str:
+def markdown(results: List[Dict[str, Dict[str, Any]]], models: Dict[str, nn.Module], repeats: int) -> str:
     """Return the table of all forms, over the seeds."""
-    seconds = step_seconds(models, torch.randn(BATCH_SIZE, *INPUT_SIZE), repeats=5)
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, *INPUT_SIZE), repeats)
     head = ['convolutions that became attention', 'parameters', 'logits differ by', 'top-1', 'fine-tuned', 'step, ms']
     rows = []
     for title, model in models.items():

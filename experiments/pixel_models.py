@@ -18,7 +18,7 @@ from typing import Any, Dict, List, NamedTuple
 import timm
 import torch
 from common.data import DIGIT, split_digits
-from common.options import make_parser, positive_float, positive_int
+from common.options import add_repeats, make_parser, positive_float, positive_int
 from common.report import markdown_table, spread, write_whole
 from common.runs import CPU, Result, Run, best_rates, run_all, top1
 from common.timing import step_seconds
@@ -65,7 +65,7 @@ def main() -> None:
     results = run_all(runs, folder, 'models')
     results[PRUNED] = [prune(run, folder) for run in runs['generalized quadratic']]
     del runs[RESNET]
-    table = markdown(results, rates) + '\n' + likeness(runs, folder)
+    table = markdown(results, rates, args.repeats) + '\n' + likeness(runs, folder)
     write_whole(args.output / 'pixel_models.md', table)
     print(table)
     for title in ('quadratic', 'generalized quadratic', 'learned, with content'):
@@ -79,6 +79,7 @@ def parse_args() -> argparse.Namespace:
     add('--epochs', type=positive_int, default=60, help='default: %(default)s')
     add('--learning-rates', type=positive_float, nargs='+', default=[],
         help='that every model chooses from (default: rates that were found to do)')
+    add_repeats(parser, 5)
     return parser.parse_args()
 
 
@@ -111,10 +112,10 @@ def load(run: Run, folder: Path) -> nn.Module:
     return timm.create_model(run.stage.model, checkpoint_path=checkpoint, **run.stage.model_args).eval()
 
 
-def markdown(results: Dict[str, List[Result]], rates: Dict[str, float]) -> str:
+def markdown(results: Dict[str, List[Result]], rates: Dict[str, float], repeats: int) -> str:
     """Return the table of the models, with the accuracy after pruning."""
     models = {choice.title: timm.create_model(choice.model, **choice.model_args) for choice in CHOICES}
-    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats=5)
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats)
     rows = [[title, f'{num_params(model):.2f} M', f'{rates[title]:g}', spread(top1(results[title])),
              f'{1e3 * seconds[title]:.0f}'] for title, model in models.items()]
     rows.append([PRUNED, '', '', spread(top1(results[PRUNED])), ''])

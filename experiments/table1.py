@@ -15,6 +15,7 @@ from typing import Dict
 import timm
 import torch
 from common.data import DIGIT, NUM_IMAGES, NUM_TEST, NUM_VALIDATION
+from common.options import add_repeats
 from common.report import make_figure, markdown_table, seeds_note, write_whole
 from common.rows import ROWS, Rates, Results, choose_rates, make_row_parser, parse_row_args, plan, table_cells
 from common.runs import run_all
@@ -27,7 +28,7 @@ def main() -> None:
     args = parse_args()
     rates = choose_rates(ROWS, args.learning_rates, args.images_per_phase, args.output / 'runs')
     results = train_all(rates, args)
-    table = markdown(results, rates)
+    table = markdown(results, rates, args.repeats)
     write_whole(args.output / 'table1.md', table)
     print(table)
     plot(results, args.output / 'table1.png')
@@ -37,6 +38,7 @@ def parse_args() -> argparse.Namespace:
     parser = make_row_parser(__doc__)
     parser.add_argument(
         '--sizes', type=int, nargs='+', default=[100, 300, 900], help='training images (default: %(default)s)')
+    add_repeats(parser, 20)
     args = parse_row_args(parser)
     largest = min(NUM_IMAGES - NUM_TEST - NUM_VALIDATION, args.images_per_phase)
     if not all(BATCH_SIZE <= size <= largest for size in args.sizes):
@@ -53,11 +55,11 @@ def train_all(rates: Dict[str, Rates], args: argparse.Namespace) -> Results:
             for size in args.sizes}
 
 
-def markdown(results: Results, rates: Dict[str, Rates]) -> str:
+def markdown(results: Results, rates: Dict[str, Rates], repeats: int) -> str:
     """Return the table; training times are those of a step relative to ViT-base, two phases as the mean of both."""
     models: Dict[str, nn.Module] = {
         model: timm.create_model(model, **model_args) for row in ROWS for model, model_args in row.phases}
-    of_model = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT))
+    of_model = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats)
     seconds = [statistics.mean(of_model[model] for model, _ in row.phases) for row in ROWS]
     head, *rows = table_cells(results, {title: f'{rate[-1]:g}' for title, rate in rates.items()}, models)
     rows = [[*row, f'{each / seconds[0]:.2f}x'] for row, each in zip(rows, seconds)]

@@ -13,7 +13,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 import timm
 import torch
 from common.data import CANVAS
-from common.options import make_parser, positive_float, positive_int
+from common.options import add_repeats, make_parser, positive_float, positive_int
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import Result, Run, best_rates, run_all, top1
 from common.timing import step_seconds
@@ -52,7 +52,7 @@ def main() -> None:
     runs = {(heads, kernel): [plan(heads, kernel, rates[heads.title], seed, args)
                               for seed in range(args.seeds)] for heads in CHOICES for kernel in KERNELS}
     results = run_all(runs, args.output / 'runs', 'heads')
-    seconds = time_shapes()
+    seconds = time_shapes(args.repeats)
     table = markdown(results, rates, seconds)
     write_whole(args.output / 'thin_heads.md', table)
     print(table)
@@ -66,6 +66,7 @@ def parse_args() -> argparse.Namespace:
     add('--epochs', type=positive_int, default=80, help='epochs of each phase (default: %(default)s)')
     add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
         help='that every choice of heads chooses from (default: %(default)s)')
+    add_repeats(parser, 50)
     return parser.parse_args()
 
 
@@ -89,12 +90,12 @@ def shape(heads: Heads, kernel: int) -> str:
     return f"{model_args(heads, kernel)['num_heads']} of {heads.head_dim or 'd'}"
 
 
-def time_shapes() -> Dict[str, float]:
+def time_shapes(repeats: int) -> Dict[str, float]:
     """Measure the seconds of a training step of phase 2 with all heads, by `shape`."""
     models: Dict[str, nn.Module] = {
         shape(heads, kernel): timm.create_model('cmhsa_attn', **model_args(heads, kernel))
         for heads in CHOICES for kernel in KERNELS}
-    return step_seconds(models, torch.randn(BATCH_SIZE, SHAPE['in_chans'], CANVAS, CANVAS), repeats=50)
+    return step_seconds(models, torch.randn(BATCH_SIZE, SHAPE['in_chans'], CANVAS, CANVAS), repeats)
 
 
 def markdown(results: Results, rates: Dict[str, float], seconds: Dict[str, float]) -> str:

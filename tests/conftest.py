@@ -19,7 +19,7 @@ from timm.layers import set_fused_attn  # noqa: E402
 
 # `pytest --hypothesis-profile thorough` tries more cases
 settings.register_profile('quick', derandomize=True, deadline=None, max_examples=25)
-settings.register_profile('thorough', derandomize=True, deadline=None, max_examples=300)
+settings.register_profile('thorough', derandomize=True, deadline=None, max_examples=200)
 settings.load_profile('quick')
 
 

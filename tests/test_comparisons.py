@@ -21,6 +21,7 @@ from common.runs import do, read_result, run_all
 from PIL import Image
 
 EXPERIMENTS = Path(__file__).parents[1] / 'experiments'
+SHORT = ['--seeds', 1, '--num-train', 20, '--epochs', 1, '--repeats', 1]
 LITTLE = ['--seeds', '1', '--images-per-phase', '300', '--learning-rates', '2e-3']
 TITLES = [
     'ViT-base', 'DeiT-small', 'DeiT-base', 'CMHSA-3 (1st phase)', 'CMHSA-5 (1st phase)', 'CMHSA (2nd phase)',
@@ -50,7 +51,7 @@ def test_table_has_every_row_at_every_size(tmp_path):
     accuracies = [{'top1': 10., 'top5': 90.}, {'top1': 20., 'top5': 90.}]
     results = {data: dict.fromkeys(TITLES, accuracies) for data in ('20 images', '60 images')}
     rates = {title: (1e-3, 2e-3)[:1 + (title in ('CMHSA-3', 'CMHSA-5'))] for title in TITLES}
-    table = table1.markdown(results, rates)
+    table = table1.markdown(results, rates, repeats=1)
     rows = cells(table, 8)
     assert [row[:6] for row in rows] == [
         ['ViT-base', '6', '4', '64', '256', '0.001'],
@@ -208,7 +209,7 @@ def run(script, *arguments):
 @pytest.fixture(scope='module')
 def output(tmp_path_factory):
     folder = tmp_path_factory.mktemp('comparisons')
-    stdout = run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', folder)
+    stdout = run('table1.py', *LITTLE, '--sizes', 20, 60, '--repeats', 1, '--output', folder)
     assert (folder / 'table1.md').read_text() in stdout
     return folder
 
@@ -225,7 +226,7 @@ def test_table1(output):
     assert min(Image.open(output / 'table1.png').size) > 300
     before = {path: path.stat().st_mtime_ns for path in results(output)}
     assert len(before) == 2 * (6 + 2 * 2)
-    run('table1.py', *LITTLE, '--sizes', 20, 60, '--output', output)
+    run('table1.py', *LITTLE, '--sizes', 20, 60, '--repeats', 1, '--output', output)
     assert {path: path.stat().st_mtime_ns for path in results(output)} == before
 
 
@@ -253,9 +254,7 @@ def test_starts_of_phase2(output):
 
 @pytest.mark.slow
 def test_thin_heads(tmp_path):
-    stdout = run(
-        'thin_heads.py', '--seeds', 1, '--num-train', 20, '--epochs', 1, '--learning-rates', '2e-3',
-        '--output', tmp_path)
+    stdout = run('thin_heads.py', *SHORT, '--learning-rates', '2e-3', '--output', tmp_path)
     rows = cells(stdout[stdout.index('| heads of phase 2'):], 4)
     assert [row[0] for row in rows] == [heads.title for heads in thin_heads.CHOICES]
     for column in (3, 7):
@@ -266,7 +265,7 @@ def test_thin_heads(tmp_path):
 @pytest.mark.slow
 def test_attended_resnet(tmp_path):
     """Every form starts with the accuracy of the CNN."""
-    stdout = run('attend_resnet.py', '--seeds', 1, '--num-train', 20, '--epochs', 1, '--output', tmp_path)
+    stdout = run('attend_resnet.py', *SHORT, '--output', tmp_path)
     assert (tmp_path / 'attend_resnet.md').read_text() in stdout
     rows = json.loads((tmp_path / 'images20-seed0-epochs1' / 'result.json').read_text())
     assert list(rows) == ['none', 'all convolutions', 'last two stages']
@@ -278,7 +277,7 @@ def test_attended_resnet(tmp_path):
 
 @pytest.mark.slow
 def test_pixel_models(tmp_path):
-    stdout = run('pixel_models.py', '--seeds', 1, '--num-train', 20, '--epochs', 1, '--output', tmp_path)
+    stdout = run('pixel_models.py', *SHORT, '--output', tmp_path)
     table = (tmp_path / 'pixel_models.md').read_text()
     assert table in stdout
     rows = cells(table, 6)

@@ -12,6 +12,12 @@ def make_parser(description: str, name: str, seeds: int) -> argparse.ArgumentPar
     return parser
 
 
+def add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
+    """Add how often a training step is timed."""
+    parser.add_argument(
+        '--repeats', type=positive_int, default=default, help='timed steps of every model (default: %(default)s)')
+
+
 def positive_int(text: str) -> int:
     """Read an integer that is at least 1."""
     if int(text) < 1:
