@@ -13,15 +13,15 @@ import fnmatch
 import json
 import os
 import statistics
-import sys
 from concurrent.futures import as_completed
 from pathlib import Path
 from statistics import mean
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import scipy.stats
 import torch
 from common.options import positive_float, positive_int
+from common.photo_rows import HELD, LONGER, REWRITES, REWRITES_OF_RESNET, Row, make_rows
 from common.photos import IMG_SIZE, Photos, split_photos
 from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
@@ -31,107 +31,14 @@ from timm.models import load_checkpoint
 from torch import nn
 from tqdm import tqdm
 
-import timm_cmhsa
 from timm_cmhsa import attention_maps, head_statistics
 from timm_cmhsa.plots import attention_figure, attention_from
-from timm_cmhsa.rel_pos import PaddedRelPosTable, RelPosTable
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
-import resnet18_cifar  # noqa: F401  registers the model
+from timm_cmhsa.rel_pos import RelPosTable
 
 NUM_LOOKED_AT, LOOKS = 64, ('best_weight', 'distance', 'entropy')  # images, and what is measured in them
-TOKENS = dict(img_size=IMG_SIZE, patch_size=4)  # 8 x 8
-CONV = 'cmhsa_conv_k5', dict(TOKENS, hidden_chans=6, depth=4, num_classes=10)  # of width 96
-ATTENTION = 'cmhsa_attn', CONV[1]
-VIT = 'vit_tiny_patch16_224', dict(
-    TOKENS, embed_dim=192, depth=4, num_heads=3, num_classes=10, class_token=False, global_pool='avg')
-CONVIT = 'convit_tiny', dict(TOKENS, embed_dim=48, depth=4, num_heads=4, num_classes=10, local_up_to_layer=3)  # 4 x 48
-CONVNEXT = 'convnext_atto', dict(patch_size=2, dims=(32, 64, 128, 256), depths=(1, 1, 2, 1), num_classes=10)
-RESNET = 'resnet18_cifar', dict(channels=(24, 48, 96, 192), num_classes=10)
-PHASE1, LONGER, CNN = 'phase 1', 'phase 1 alone, as many steps', 'ResNet-18'
-MORE_EPOCHS = 4  # of phase 1 alone, to take as much time as two phases with soft heads
 
 Record = Dict[str, Any]
 Results = Dict[str, Record]  # by the key of a run
-
-
-class Row(NamedTuple):
-    """A way to train: a model from a random start, or what another row trained, rewritten."""
-    title: str
-    model: str
-    model_args: Dict[str, Any]
-    epochs: int
-    after: Optional['Row'] = None
-    rewrite: Optional[str] = None  # one of REWRITES
-
-
-def one_hot(is_thin: bool = False) -> Callable:
-    """Return how to rewrite a model with one-hot heads, which are trained as shifts: the same, for less."""
-    def rewrite(model: Any) -> nn.Module:
-        model = timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2 if is_thin else None)
-        model.set_hard_attn()
-        return model
-    return rewrite
-
-
-def one_hot_and_spare(model: nn.Module) -> nn.Module:
-    """Return the rewrite with one-hot heads, and one more head, which attends from a random start."""
-    return timm_cmhsa.convert_model(model, 'cmhsa_attn_soft')
-
-
-def soft(peak: float, is_thin: bool = False, scale: float = PaddedRelPosTable.bias_scale) -> Callable:
-    """Return how to rewrite a model with soft heads whose biases learn so many times as fast as weights."""
-    def rewrite(model: Any) -> nn.Module:
-        model = timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2 if is_thin else None, peak=peak)
-        for module in model.modules():
-            if isinstance(module, PaddedRelPosTable):
-                module.relative_position_bias_table.data *= module.bias_scale / scale
-                module.bias_scale = scale
-        return model
-    return rewrite
-
-
-def attend_stages(peak: Optional[float]) -> Callable:
-    """Return how to rewrite the last two stages of a ResNet."""
-    def rewrite(model: nn.Module) -> nn.Module:
-        return timm_cmhsa.attend_convs(model, ['layer3.*', 'layer4.*'], (3, IMG_SIZE, IMG_SIZE), peak=peak)
-    return rewrite
-
-
-HELD = 'peak 0.75, global head held'
-REWRITES: Dict[str, Callable[[nn.Module], nn.Module]] = {
-    'one-hot': one_hot(),
-    'peak 0.75': soft(0.75),
-    'peak 0.5': soft(0.5),
-    'one-hot, thin': one_hot(is_thin=True),
-    'peak 0.75, thin': soft(0.75, is_thin=True),
-    'peak 0.75, slow biases': soft(0.75, scale=1.),
-    'peak 0.75, fast biases': soft(0.75, scale=30.),
-    'one-hot, a spare head': one_hot_and_spare,
-    HELD: soft(0.75),
-}
-REWRITES_OF_RESNET: Dict[str, Callable[[nn.Module], nn.Module]] = {
-    'trained on': lambda model: model,
-    'last two stages one-hot': attend_stages(None),
-    'last two stages peak 0.75': attend_stages(0.75),
-}
-
-
-def make_rows(epochs: int) -> List[Row]:
-    """Return all rows; each phase of two has as many epochs."""
-    phase1, cnn = Row(PHASE1, *CONV, epochs), Row(CNN, *RESNET, epochs)
-    return [
-        phase1,
-        Row(LONGER, *CONV, 2 * epochs),
-        Row('phase 1 alone, as much time', *CONV, MORE_EPOCHS * epochs),
-        *(Row(f'two phases, {name}', *CONV, epochs, phase1, name) for name in REWRITES),
-        Row('attention alone', *ATTENTION, 2 * epochs),
-        Row('ViT', *VIT, 2 * epochs),
-        Row('ConViT', *CONVIT, 2 * epochs),
-        Row('ConvNeXt', *CONVNEXT, 2 * epochs),
-        cnn,
-        *(Row(f'{CNN}, {name}', *RESNET, epochs, cnn, name) for name in REWRITES_OF_RESNET),
-    ]
 
 
 class Run(NamedTuple):
