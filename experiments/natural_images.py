@@ -21,7 +21,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 import scipy.stats
 import torch
 from common.options import positive_float, positive_int
-from common.photo_rows import HELD, LONGER, REWRITES, REWRITES_OF_RESNET, Row, make_rows
+from common.photo_rows import AS_MANY_STEPS, AS_MUCH_TIME, HELD, REWRITES, REWRITES_OF_RESNET, Row, make_rows
 from common.photos import IMG_SIZE, Photos, split_photos
 from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
@@ -52,7 +52,7 @@ class Run(NamedTuple):
     @property
     def key(self) -> str:
         rates = f'{self.lr:g}' if self.after is None else f'{self.after.lr:g} and {self.lr:g}'
-        return f'{self.row.title} | {self.row.epochs} epochs | {self.num_train} images | lr {rates} | seed {self.seed}'
+        return f'{self.row.title} | {self.row.budget} | {self.num_train} images | lr {rates} | seed {self.seed}'
 
     def folder(self, output: Path) -> Path:
         return output / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
@@ -65,7 +65,8 @@ def main() -> None:
     args = parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
     results: Results = json.loads(args.results.read_text()) if args.results.exists() else {}
-    rows = [row for row in make_rows(args.epochs) if any(fnmatch.fnmatch(row.title, each) for each in args.rows)]
+    rows = [row for row in make_rows(args.epochs1, args.epochs2)
+            if any(fnmatch.fnmatch(row.title, each) for each in args.rows)]
     rates = tune({row.after.title: row.after for row in rows if row.after}.values(), {}, results, args)
     rates = tune([row for row in rows if row.title not in rates], rates, results, args)
     finish([plan(row, seed, rates, args) for seed in range(args.seeds) for row in rows], results, args)
@@ -83,7 +84,8 @@ def parse_args() -> argparse.Namespace:
     add('--num-held-out', type=positive_int, default=1000, help='others, to choose by (default: %(default)s)')
     add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
         help='that every row chooses from (default: %(default)s)')
-    add('--epochs', type=positive_int, default=40, help='of each phase (default: %(default)s)')
+    add('--epochs1', type=positive_int, default=160, help='of phase 1 (default: %(default)s)')
+    add('--epochs2', type=positive_int, default=40, help='of phase 2 (default: %(default)s)')
     add('--seeds', type=positive_int, default=3, help='number of seeds (default: %(default)s)')
     add('--rows', nargs='+', default=['*'], metavar='TITLE', help='of these titles only; * is any text')
     add('--results', type=Path, default=Path('benchmarks/natural_images.json'),
@@ -213,9 +215,10 @@ def look(model: nn.Module, photos: Photos) -> List[Dict[str, float]]:
 def report(results: Results, args: argparse.Namespace) -> str:
     """Return the results of all rows, each at its best learning rate, as two tables in Markdown."""
     best = best_records(results, args)
-    return f"""{accuracies(best, results)}
-Top-1 on the test images in %, mean ± standard deviation over the seeds; the mean gain over `{LONGER}` with its 95 %
-interval, from the seeds that both have (Student's t, paired); core minutes with those of the first phase.
+    return f"""{accuracies(best, results, args)}
+Top-1 on the test images in %, mean ± standard deviation over the seeds; the mean gain over phase 1 alone with as many
+steps, and with as much time, with its 95 % interval, from the seeds that both have (Student's t, paired); core minutes
+with those of the first phase.
 
 {looks(best)}
 Over all heads and layers, before and after training: the weight on one offset, the distance of where a head looks from
@@ -223,17 +226,20 @@ the query (patches), the entropy of the weights (nats), and how much the bias mo
 """
 
 
-def accuracies(best: Dict[str, List[Record]], results: Results) -> str:
-    head = ['', 'seeds', 'parameters, M', 'learning rate', 'start', 'top-1', 'gain', 'training loss', 'core minutes']
+def accuracies(best: Dict[str, List[Record]], results: Results, args: argparse.Namespace) -> str:
+    budgets = {row.title: row.budget for row in make_rows(args.epochs1, args.epochs2)}
+    head = ['', 'epochs', 'seeds', 'parameters, M', 'learning rate', 'start', 'top-1', 'as many steps', 'as much time',
+            'training loss', 'core minutes']
     cells = []
     for title, records in best.items():
+        gains = [gain(records, best.get(alone, [])) for alone in (AS_MANY_STEPS, AS_MUCH_TIME)]
         minutes = mean((record['seconds'] + results.get(record['after'], {}).get('seconds', 0)) / 60
                        for record in records)
         cells.append([
-            title, str(len(records)), f"{mean(record['params'] for record in records):.2f}",
+            title, budgets[title].removesuffix(' epochs'), str(len(records)),
+            f"{mean(record['params'] for record in records):.2f}",
             f'{records[0]["lr"]:g}', f"{mean(record['before']['top1'] for record in records):.1f}",
-            spread([record['test']['top1'] for record in records]),
-            '-' if title == LONGER else gain(records, best.get(LONGER, [])),
+            spread([record['test']['top1'] for record in records]), *gains,
             f"{mean(record['train_loss'] for record in records):.3f}", f'{minutes:.0f}'])
     return markdown_table(head, cells)
 
@@ -243,7 +249,7 @@ def gain(records: List[Record], baseline: List[Record]) -> str:
     others = {record['seed']: record for record in baseline}
     gains = [record['test']['top1'] - others[record['seed']]['test']['top1']
              for record in records if record['seed'] in others]
-    if len(gains) < 2:
+    if len(gains) < 2 or records is baseline:
         return '-'
     half = scipy.stats.t.ppf(0.975, len(gains) - 1) * statistics.stdev(gains) / len(gains) ** 0.5
     return f'{mean(gains):+.1f} ({mean(gains) - half:+.1f} to {mean(gains) + half:+.1f})'
@@ -261,13 +267,14 @@ def looks(best: Dict[str, List[Record]]) -> str:
 def best_records(results: Results, args: argparse.Namespace) -> Dict[str, List[Record]]:
     """Return the records of every row, by seed, at the learning rate that its first seed chose."""
     best = {}
-    for row in make_rows(args.epochs):
-        records = [record for key, record in results.items()
-                   if record['title'] == row.title and f'| {row.epochs} epochs | {args.num_train} images' in key]
-        first = [record for record in records if record['seed'] == 0]
+    for row in make_rows(args.epochs1, args.epochs2):
+        by_rates: Dict[str, List[Record]] = {}
+        for key, record in sorted(results.items()):
+            if key.startswith(f'{row.title} | {row.budget} | {args.num_train} images | '):
+                by_rates.setdefault(key.split(' | ')[3], []).append(record)
+        first = [records for records in by_rates.values() if records[0]['seed'] == 0]
         if first:
-            lr = max(first, key=lambda record: record['held_out']['top1'])['lr']
-            best[row.title] = sorted((r for r in records if r['lr'] == lr), key=lambda record: record['seed'])
+            best[row.title] = max(first, key=lambda records: records[0]['held_out']['top1'])
     return best
 
 
@@ -289,7 +296,7 @@ def draw_curves(results: Results, args: argparse.Namespace) -> None:
 
 def draw_maps(results: Results, args: argparse.Namespace) -> None:
     """Draw where heads look from the centre, before and after phase 2 of the best row whose biases learn."""
-    best, rows = best_records(results, args), {row.title: row for row in make_rows(args.epochs)}
+    best, rows = best_records(results, args), {row.title: row for row in make_rows(args.epochs1, args.epochs2)}
     soft_rows = {title: records for title, records in best.items() if max(records[0]['bias_movement'], default=0) > 0}
     if not soft_rows:
         return

@@ -307,7 +307,7 @@ def natural_images(tmp_path, *options):
 @pytest.mark.slow
 def test_natural_images(tmp_path):
     """Every run is done once, and what is there is read again."""
-    command = natural_images(tmp_path, '--epochs', '1', '--rows', '*held')
+    command = natural_images(tmp_path, '--epochs1', '1', '--epochs2', '1', '--rows', '*held')
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -326,7 +326,7 @@ def test_natural_images(tmp_path):
 @pytest.mark.slow
 def test_natural_images_killed(tmp_path):
     """The runs end with the command: later ones write to the same checkpoints."""
-    command = natural_images(tmp_path, '--epochs', '1000', '--rows', 'phase 1')
+    command = natural_images(tmp_path, '--epochs1', '1000', '--rows', 'phase 1')
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
     while not list(tmp_path.glob('output/*/model/last.pth.tar')):
         assert process.poll() is None

@@ -21,8 +21,10 @@ VIT = 'vit_tiny_patch16_224', dict(
 CONVIT = 'convit_tiny', dict(TOKENS, embed_dim=48, depth=4, num_heads=4, num_classes=10, local_up_to_layer=3)  # 4 x 48
 CONVNEXT = 'convnext_atto', dict(patch_size=2, dims=(32, 64, 128, 256), depths=(1, 1, 2, 1), num_classes=10)
 RESNET = 'resnet18_cifar', dict(channels=(24, 48, 96, 192), num_classes=10)
-PHASE1, LONGER, CNN = 'phase 1', 'phase 1 alone, as many steps', 'ResNet-18'
-MORE_EPOCHS = 4  # of phase 1 alone, to take as much time as two phases with soft heads
+# an epoch's time on a core, in epochs of phase 1
+COSTS = {'soft heads': 3.4, 'attention': 3.4, 'ViT': 4.5, 'ConViT': 4.5, 'ConvNeXt': 1.1, 'ResNet': 4.}
+PHASE1, CNN = 'phase 1', 'ResNet-18'
+AS_MANY_STEPS, AS_MUCH_TIME = (f'{PHASE1} alone, {long}' for long in ('as many steps', 'as much time'))
 
 
 class Row(NamedTuple):
@@ -33,6 +35,10 @@ class Row(NamedTuple):
     epochs: int
     after: Optional['Row'] = None
     rewrite: Optional[str] = None  # one of REWRITES
+
+    @property
+    def budget(self) -> str:
+        return f'{self.epochs} epochs' if self.after is None else f'{self.after.epochs} + {self.epochs} epochs'
 
 
 def one_hot(is_thin: bool = False) -> Callable:
@@ -87,18 +93,22 @@ REWRITES_OF_RESNET: Dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def make_rows(epochs: int) -> List[Row]:
-    """Return all rows; each phase of two has as many epochs."""
-    phase1, cnn = Row(PHASE1, *CONV, epochs), Row(CNN, *RESNET, epochs)
+def make_rows(epochs1: int, epochs2: int) -> List[Row]:
+    """Return all rows, given the epochs of phase 1 and of phase 2.
+
+    Where nothing else is said, models train for as much time as two phases with soft heads.
+    """
+    time = epochs1 + COSTS['soft heads'] * epochs2
+    phase1, cnn = Row(PHASE1, *CONV, epochs1), Row(CNN, *RESNET, round(time / COSTS['ResNet']))
     return [
         phase1,
-        Row(LONGER, *CONV, 2 * epochs),
-        Row('phase 1 alone, as much time', *CONV, MORE_EPOCHS * epochs),
-        *(Row(f'two phases, {name}', *CONV, epochs, phase1, name) for name in REWRITES),
-        Row('attention alone', *ATTENTION, 2 * epochs),
-        Row('ViT', *VIT, 2 * epochs),
-        Row('ConViT', *CONVIT, 2 * epochs),
-        Row('ConvNeXt', *CONVNEXT, 2 * epochs),
+        Row(AS_MANY_STEPS, *CONV, epochs1 + epochs2),
+        Row(AS_MUCH_TIME, *CONV, round(time)),
+        *(Row(f'two phases, {name}', *CONV, epochs2, phase1, name) for name in REWRITES),
+        Row('attention alone', *ATTENTION, round(time / COSTS['attention'])),
+        Row('ViT', *VIT, round(time / COSTS['ViT'])),
+        Row('ConViT', *CONVIT, round(time / COSTS['ConViT'])),
+        Row('ConvNeXt', *CONVNEXT, round(time / COSTS['ConvNeXt'])),
         cnn,
-        *(Row(f'{CNN}, {name}', *RESNET, epochs, cnn, name) for name in REWRITES_OF_RESNET),
+        *(Row(f'{CNN}, {name}', *RESNET, epochs2, cnn, name) for name in REWRITES_OF_RESNET),
     ]
