@@ -217,8 +217,8 @@ def report(results: Results, args: argparse.Namespace) -> str:
     best = best_records(results, args)
     return f"""{accuracies(best, results, args)}
 Top-1 on the test images in %, mean ± standard deviation over the seeds; the mean gain over phase 1 alone with as many
-steps, and with as much time, with its 95 % interval, from the seeds that both have (Student's t, paired); core minutes
-with those of the first phase.
+steps, and with as much time, with its 95 % interval, from the seeds that both have (Student's t, paired); the loss of
+the last epoch, which Mixup makes noisy; core minutes with those of the first phase.
 
 {looks(best)}
 Over all heads and layers, before and after training: the weight on one offset, the distance of where a head looks from
@@ -282,16 +282,22 @@ def draw_curves(results: Results, args: argparse.Namespace) -> None:
     """Draw training loss and held-out accuracy of every row over the core minutes."""
     figure, axes = make_figure((13, 5), 2)
     for title, records in best_records(results, args).items():
-        first = mean(results.get(record['after'], {}).get('seconds', 0) for record in records)
-        minutes = [(first + mean(seconds)) / 60 for seconds in zip(*(
-            [point['seconds'] for point in record['history']] for record in records))]
+        curves = [curve(record, results) for record in records]
+        minutes = [mean(point['seconds'] for point in points) / 60 for points in zip(*curves)]
         for axis, measure in zip(axes, ('train_loss', 'top1')):
-            plot_mean_and_range(
-                axis, minutes, [[point[measure] for point in record['history']] for record in records], label=title)
+            plot_mean_and_range(axis, minutes, [[point[measure] for point in points] for points in curves], label=title)
     for axis, label in zip(axes, ('training loss', 'top-1 on held-out images, %')):
-        axis.set(xlabel='core minutes', ylabel=label, xscale='log')
+        axis.set(xlabel='core minutes', ylabel=label)
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right upper', fontsize=7, frameon=False)
     figure.savefig(args.results.with_suffix('.png'))
+
+
+def curve(record: Record, results: Results) -> List[Dict[str, float]]:
+    """Return the points of a training; those of a second phase follow the last one of the first."""
+    if record['after'] is None:
+        return record['history']
+    last = results[record['after']]['history'][-1]
+    return [last, *({**point, 'seconds': last['seconds'] + point['seconds']} for point in record['history'])]
 
 
 def draw_maps(results: Results, args: argparse.Namespace) -> None:
