@@ -45,8 +45,8 @@ class RelPosAttention(ShiftableAttention, Attention):
     - `absorb`: Absorb the weights of wide heads, anew in every training step. `fuse` does it once for inference.
     - `chunk_size`: Number of queries that attend at a time, None for all.
 
-    Heads that are shifts can be trained as such, see `CmhsaAttn.set_hard_attn`. With `fused_attn = False` (timm's) the
-    layer always computes attention weights, as `attn_drop` sees them, and none of this.
+    Heads that are shifts can be trained as such, see `CmhsaAttn.set_hard_attn`. Where timm's
+    `fused_attn` is off, the layer does none of this: it forms the attention weights, for maps.
     """
     if TYPE_CHECKING:
         shifted: Optional[ShiftedHeads]  # TorchScript knows no such annotation

@@ -38,6 +38,7 @@ class Row(NamedTuple):
 
     @property
     def budget(self) -> str:
+        """Return the epochs of all phases."""
         return f'{self.epochs} epochs' if self.after is None else f'{self.after.epochs} + {self.epochs} epochs'
 
 
