@@ -1,4 +1,5 @@
 """The experiments that compare trainings on the digits; those that train as a user runs them are slow."""
+import argparse
 import json
 import math
 import re
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 import figure2
+import natural_images as photo_runs
 import numpy as np
 import pytest
 import table1
@@ -289,6 +291,32 @@ def test_pixel_models(tmp_path):
     for model in ('pixel_attn_quadratic', 'pixel_attn_quadratic_gen'):
         names = {path.name for path in (tmp_path / 'pictures' / model).iterdir()}
         assert {'attention.png', 'centers.png', 'attention.html'} <= names
+
+
+def test_rows_of_natural_images_are_chosen_by_held_out_images_and_compared_by_seed():
+    """Of two rates the one of the better first seed, of this budget only; a second phase's curve follows the first's."""
+    def record(after, seed, held_out, test):
+        history = [{'seconds': 60., 'top1': test, 'train_loss': 1.}]
+        return dict(after=after, seed=seed, held_out={'top1': held_out}, test={'top1': test}, history=history)
+
+    phase1 = 'phase 1 | 4 epochs | 50 images | lr 0.001 | seed 0'
+    soft, alone = 'two phases, peak 0.5 | 4 + 2 epochs', 'phase 1 alone, as many steps | 6 epochs'
+    results = {
+        phase1: record(None, 0, 40., 40.),
+        f'{soft} | 50 images | lr 0.001 and 0.001 | seed 0': record(phase1, 0, 50., 99.),
+        f'{soft} | 50 images | lr 0.001 and 0.002 | seed 0': record(phase1, 0, 60., 58.),
+        f'{soft} | 50 images | lr 0.001 and 0.002 | seed 1': record(phase1, 1, 10., 62.),
+        f'{soft} | 60 images | lr 0.001 and 0.002 | seed 0': record(phase1, 0, 90., 90.),
+        f'{alone} | 50 images | lr 0.001 | seed 0': record(None, 0, 50., 56.),
+        f'{alone} | 50 images | lr 0.001 | seed 1': record(None, 1, 50., 58.),
+    }
+    best = photo_runs.best_records(results, argparse.Namespace(epochs1=4, epochs2=2, num_train=50))
+    tops = {title: [each['test']['top1'] for each in records] for title, records in best.items()}
+    assert tops == {'phase 1': [40.], 'phase 1 alone, as many steps': [56., 58.], 'two phases, peak 0.5': [58., 62.]}
+    chosen, baseline = best['two phases, peak 0.5'], best['phase 1 alone, as many steps']
+    assert photo_runs.gain(chosen, baseline) == '+3.0 (-9.7 to +15.7)'  # t = 12.706 with one degree of freedom
+    assert photo_runs.gain(baseline, baseline) == '-'
+    assert [point['seconds'] for point in photo_runs.curve(chosen[0], results)] == [60., 120.]
 
 
 def natural_images(tmp_path, *options):
