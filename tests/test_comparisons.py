@@ -294,7 +294,7 @@ def test_pixel_models(tmp_path):
 
 
 def test_rows_of_natural_images_are_chosen_by_held_out_images_and_compared_by_seed():
-    """Of two rates the one of the better first seed, of this budget only; a second phase's curve follows the first's."""
+    """Of two rates that of the better first seed, of this budget only; a curve of phase 2 follows that of phase 1."""
     def record(after, seed, held_out, test):
         history = [{'seconds': 60., 'top1': test, 'train_loss': 1.}]
         return dict(after=after, seed=seed, held_out={'top1': held_out}, test={'top1': test}, history=history)
