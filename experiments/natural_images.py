@@ -82,7 +82,7 @@ def parse_args() -> argparse.Namespace:
     add('--data-dir', type=Path, required=True, help='images, see above')
     add('--num-train', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--num-held-out', type=positive_int, default=1000, help='others, to choose by (default: %(default)s)')
-    add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
+    add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3],
         help='that every row chooses from (default: %(default)s)')
     add('--epochs1', type=positive_int, default=160, help='of phase 1 (default: %(default)s)')
     add('--epochs2', type=positive_int, default=40, help='of phase 2 (default: %(default)s)')
