@@ -113,7 +113,8 @@ def finish(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
     """Do what is not done yet, first that whose checkpoint others start from."""
     todo = [run for run in runs if run.key not in results]
     first = {run.after.key: run.after for run in todo if run.after}
-    do_all([run for run in first.values() if not run.checkpoint(args.output).exists()], results, args)
+    do_all([run for key, run in first.items()
+            if key not in results or not run.checkpoint(args.output).exists()], results, args)
     do_all(todo, results, args)
 
 

@@ -353,11 +353,16 @@ def test_natural_images(tmp_path):
 
 @pytest.mark.slow
 def test_natural_images_killed(tmp_path):
-    """The runs end with the command: later ones write to the same checkpoints."""
-    command = natural_images(tmp_path, '--epochs1', '1000', '--rows', 'phase 1')
+    """The runs end with the command: later ones write to the same checkpoints. A second phase waits for the first."""
+    command = natural_images(
+        tmp_path, '--epochs1', '20', '--epochs2', '1', '--seeds', '2', '--rows', 'two phases, not rewritten')
     process = subprocess.Popen(command, stderr=subprocess.PIPE)
-    while not list(tmp_path.glob('output/*/model/last.pth.tar')):
+    while not list(tmp_path.glob('output/phase_1*seed_1/model/last.pth.tar')):
         assert process.poll() is None
         time.sleep(0.01)
     process.kill()
     process.communicate(timeout=60)  # until no process has this pipe open
+    subprocess.run(command, capture_output=True, check=True)
+    results = json.loads((tmp_path / 'results.json').read_text())
+    assert [(record['seed'], record['history'][-1]['epoch']) for record in results.values()] == [
+        (0, 20), (1, 20), (0, 1), (1, 1)]
