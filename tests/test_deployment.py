@@ -11,8 +11,9 @@ from timm_cmhsa.cmhsa import point_at_nearest
 
 CONV, ATTN, ABSORBED = 'test_cmhsa_conv_k3', 'test_cmhsa_attn', 'test_cmhsa_attn, absorbed'
 SHIFTS, SOME_SHIFTS = 'test_cmhsa_attn, trained as shifts', 'test_cmhsa_attn, some heads fused as shifts'
+SOFT = 'test_cmhsa_attn, soft heads'
 both_phases = pytest.mark.parametrize('name', [CONV, ATTN])
-all_forms = pytest.mark.parametrize('name', [CONV, ATTN, ABSORBED, SHIFTS, SOME_SHIFTS])
+all_forms = pytest.mark.parametrize('name', [CONV, ATTN, SOFT, ABSORBED, SHIFTS, SOME_SHIFTS])
 
 
 @pytest.fixture
@@ -23,7 +24,8 @@ def x():
 def create(name, depth=2):
     if name == ABSORBED:
         return reparameterize_model(create(ATTN, depth))
-    model = timm.create_model(name.split(',')[0], num_classes=10, depth=depth)
+    kwargs = {'rel_pos': 'padded_table'} if name == SOFT else {}
+    model = timm.create_model(name.split(',')[0], num_classes=10, depth=depth, **kwargs)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
     if name in (SHIFTS, SOME_SHIFTS):
@@ -72,7 +74,7 @@ def test_compile_without_graph_breaks(name, backend, x):
 @all_forms
 @pytest.mark.parametrize('strict', [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_export_for_any_number_of_images(name, strict, x):
-    if strict and name == ATTN and not hasattr(torch.compiler, 'is_exporting'):
+    if strict and name in (ATTN, SOFT) and not hasattr(torch.compiler, 'is_exporting'):
         pytest.skip('before torch 2.7, weights of wide heads must be absorbed first')
     model, images = create(name), torch.randn(9, 3, 32, 32)
     batch = torch.export.Dim('batch', min=1, max=64)
@@ -83,6 +85,7 @@ def test_export_for_any_number_of_images(name, strict, x):
 @pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
 @pytest.mark.parametrize(('name', 'dynamic_axes'), [
     (ATTN, {'images': {0: 'batch'}}),  # any number of images, by the older exporter
+    pytest.param(SOFT, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(SHIFTS, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(CONV, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(ABSORBED, {'images': {0: 'batch'}}, marks=pytest.mark.slow),

@@ -1,5 +1,6 @@
 import copy
 import itertools
+import math
 
 import pytest
 import torch
@@ -107,6 +108,20 @@ def test_a_padded_table_gives_its_offsets_the_same_weight_at_any_size(grid, new_
     assert rel_pos.relative_position_bias_table.isfinite().all()
 
 
+@given(grid=pairs, new_grid=pairs)
+def test_a_padded_table_of_any_biases_keeps_what_offsets_have_above_all_others(grid, new_grid):
+    """Relative to the sum over all keys; below, a bias stays as it is."""
+    rel_pos = create_rel_pos('padded_table', grid, 1, 4, dtype=torch.float64).requires_grad_(False)
+    nn.init.normal_(rel_pos.relative_position_bias_table, std=0.3)
+    growth = rel_pos.num_keys(new_grid) / rel_pos.num_keys(grid)
+    before = dict(zip(map(tuple, rel_pos.offsets.tolist()), rel_pos.offset_bias().flatten().tolist()))
+    rel_pos.set_grid_size(new_grid)
+    for offset, after in zip(map(tuple, rel_pos.offsets.tolist()), rel_pos.offset_bias().flatten().tolist()):
+        bias = before.get(offset, 0.)
+        expected = math.expm1(bias) * growth if bias > 0 else math.expm1(bias)
+        assert math.expm1(after) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
 @pytest.mark.parametrize('name', [name for name in ENCODINGS if name != 'padded_table'])
 @given(grid=pairs, new_grid=pairs)
 def test_every_encoding_keeps_the_offsets_that_both_grids_know(name, grid, new_grid):
@@ -150,7 +165,7 @@ def test_wide_heads_absorb_weights_whatever_the_encoding(name):
     torch.testing.assert_close(attn(tokens), plain(tokens))
 
 
-@pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
+@pytest.mark.parametrize('name', ['table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned'])
 def test_attention_in_chunks_of_queries_is_the_same_with_the_same_gradients(name):
     attn = RelPosAttention(6, (3, 5), num_heads=2, head_dim=4, rel_pos=name, dtype=torch.float64)
     x, weights = torch.randn(2, 15, 6, dtype=torch.float64, requires_grad=True), torch.randn(2, 15, 6)
@@ -171,6 +186,8 @@ def test_layers_of_many_tokens_attend_in_chunks():
     assert attn.chunk_size == 2 ** 26 // (9 * 4097)
     attn.set_grid_size((8, 8))
     assert attn.chunk_size is None
+    attn = RelPosAttention(8, 64, num_heads=9, head_dim=8, rel_pos='padded_table', padding=36, device='meta')
+    assert attn.chunk_size == 2 ** 26 // (9 * (136 ** 2 + 1))  # the ring takes memory as well
 
 
 def test_unknown_encodings_are_told():
@@ -183,7 +200,7 @@ def test_parameters_are_in_the_order_that_optimizers_have_saved():
     assert names == ['relative_position_bias_table', 'zero_key_bias']
 
 
-@pytest.mark.parametrize('name', ['table', 'quadratic', 'quadratic_gen', 'learned'])
+@pytest.mark.parametrize('name', ['table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned'])
 def test_bias_is_never_rounded_by_autocast(name):
     rel_pos = create_rel_pos(name, (2, 3), 4, 6).eval()
     with torch.autocast('cpu', torch.bfloat16):

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 import yaml
@@ -138,6 +139,21 @@ def test_phase2_as_shifts(digits, phase1, tmp_path, extra):
     train(digits, tmp_path / 'attention', ATTN, '--resume', last, '--no-resume-opt', '--epochs', 3)
 
 
+def test_phase2_with_soft_heads(digits, phase1, tmp_path):
+    """Where they look changes; the moving average of the weights knows it too."""
+    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', ATTN, peak=0.5)
+    soft = ['--model-kwargs', 'img_size=16', 'rel_pos=padded_table', 'num_heads=10']
+    before = validate(digits, ATTN, tmp_path / 'phase2.safetensors', *soft)
+    train(digits, tmp_path / 'run', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', *soft, '--epochs', 2,
+          '--amp', '--amp-dtype', 'bfloat16', '--model-ema', '--model-ema-decay', '0.9')
+    last = tmp_path / 'run' / 'last.pth.tar'
+    for extra in ([], ['--use-ema']):
+        assert validate(digits, ATTN, last, *soft, *extra)['top1'] > before['top1']
+    table = 'blocks.0.attn.rel_pos.relative_position_bias_table'
+    start = safetensors.torch.load_file(tmp_path / 'phase2.safetensors')[table]
+    assert (weights(last)[table] - start).abs().max() > 0.01
+
+
 @pytest.mark.parametrize('model', [CONV, ATTN])
 @pytest.mark.parametrize('extra', [
     ['--amp', '--amp-dtype', 'bfloat16'],
@@ -207,7 +223,8 @@ def final_metrics(output):
 
 
 @pytest.mark.parametrize(('model', 'module', 'model_kwargs'), [
-    (CONV, [], []), (ATTN, ['-m', 'timm_cmhsa'], []), (ATTN, [], ['hard_attn=True'])])
+    (CONV, [], []), (ATTN, ['-m', 'timm_cmhsa'], []), (ATTN, [], ['rel_pos=padded_table']),
+    (ATTN, [], ['hard_attn=True'])])
 def test_two_processes(digits, tmp_path, model, module, model_kwargs):
     """Both end with the same weights, repeated augmentations included."""
     launcher = tmp_path / 'launcher.py'

@@ -1,6 +1,5 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
 import copy
-import math
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import torch
@@ -22,7 +21,7 @@ from .efficient import (
 )
 from .encodings import create_rel_pos
 from .patches import Size2d
-from .rel_pos import Mask, add_attn_mask, reject_attn_mask
+from .rel_pos import Mask, OffsetRelPos, add_attn_mask, reject_attn_mask
 from .shiftable import ShiftableAttention
 from .shifts import Factors, Shift, ShiftedAttention, ShiftedHeads, group_heads, head_factors
 
@@ -227,8 +226,9 @@ class RelPosAttention(ShiftableAttention, Attention):
         """Return what is cheapest for the shapes of this layer: `absorb` and `chunk_size`."""
         if self.rel_pos.depends_on_queries:
             return False, None
-        num_patches = math.prod(self.grid_size)
-        chunk_size = default_chunk_size(self.num_heads, num_patches)
+        assert isinstance(self.rel_pos, OffsetRelPos)
+        num_patches, num_padding = len(self.rel_pos.position), len(self.rel_pos.padding_position)
+        chunk_size = default_chunk_size(self.num_heads, num_patches, num_padding)
         shapes = self.qkv.in_features, self.proj.out_features, self.head_dim, num_patches
         return chunk_size is None and is_cheaper_absorbed(*shapes), chunk_size
 

@@ -22,6 +22,7 @@ from .images import read_folder
 from .messages import printable
 from .patches import Size2d
 from .phase1 import DTYPES, UNTOLD_ARGS, build_phase1, default_img_size, matching_phase1, told_by_user
+from .rel_pos import precise_dtype
 from .report import ConversionReport
 
 TOLERANCE = 1e-4
@@ -212,7 +213,7 @@ def convert_and_verify(
     except ValueError as e:
         raise CheckpointError(str(e)) from e
     compute_dtype = next(phase1.model.parameters()).dtype
-    _set_types(converted, phase1.dtypes)
+    _set_types(converted, phase1.dtypes, heads.peak)
     converted.to(compute_dtype)  # what is written is what is verified
     generator = torch.Generator().manual_seed(0)
     random_images = torch.randn(
@@ -243,7 +244,7 @@ def convert_and_verify(
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nerror {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was written.')
-    _set_types(converted, phase1.dtypes)
+    _set_types(converted, phase1.dtypes, heads.peak)
     return converted, report
 
 
@@ -256,11 +257,16 @@ def _difference(source: CmhsaConv, target: CmhsaConv, images: torch.Tensor) -> f
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-def _set_types(converted: CmhsaAttn, dtypes: Mapping[str, torch.dtype]) -> None:
-    """Give every tensor the type of the source's, those of an attention that of the convolution."""
+def _set_types(converted: CmhsaAttn, dtypes: Mapping[str, torch.dtype], peak: Optional[float]) -> None:
+    """Give every tensor the type of the source's, those of an attention that of the convolution.
+
+    With a peak it is float32 at least: heads add and take away what half precision would round.
+    """
     for name, parameter in converted.named_parameters():
         of_attention = f"{name.partition('.attn.')[0]}.attn.conv.weight"
-        parameter.data = parameter.data.to(dtypes.get(name, dtypes.get(of_attention, dtypes['blocks.0.norm1.weight'])))
+        dtype = dtypes.get(name, dtypes.get(of_attention, dtypes['blocks.0.norm1.weight']))
+        is_soft = peak is not None and '.attn.' in name
+        parameter.data = parameter.data.to(precise_dtype(dtype) if is_soft else dtype)
 
 
 def _cast(state_dict: Dict[str, torch.Tensor], dtype: torch.dtype) -> Dict[str, torch.Tensor]:

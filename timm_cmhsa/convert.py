@@ -187,7 +187,7 @@ def convert_state_dict(
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
     See `convert_checkpoint` for what tensors do not tell, and `convert_model` for the others. The result is for a
-    `cmhsa_attn` with the same layers and pooling.
+    `cmhsa_attn`, with a peak for a `cmhsa_attn_soft`, with the same layers and pooling.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, or the image size is not known.

@@ -252,8 +252,12 @@ class PaddedRelPosTable(RelPosTable):
         bias, queries, zero_key_bias = self.offset_bias(), self.position[start:stop], self.zero_key_bias
         assert zero_key_bias is not None
         inside = gather_pairs(bias, self.offset_index(queries, self.position))
-        outside = gather_pairs(bias, self.offset_index(queries, self.padding_position))
-        return torch.cat([inside, outside.logsumexp(dim=-1, keepdim=True) + zero_key_bias.view(-1, 1, 1)], dim=-1)
+        if self.padding == (0, 0):  # ONNX has no logsumexp of nothing
+            outside = torch.full_like(inside[..., :1], -math.inf)
+        else:
+            outside = gather_pairs(bias, self.offset_index(queries, self.padding_position))
+            outside = outside.logsumexp(dim=-1, keepdim=True)
+        return torch.cat([inside, outside + zero_key_bias.view(-1, 1, 1)], dim=-1)
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:

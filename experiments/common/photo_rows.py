@@ -70,8 +70,10 @@ def soft(peak: float, is_thin: bool = False, scale: float = PaddedRelPosTable.bi
 
 def attend_stages(peak: Optional[float]) -> Callable:
     """Return how to rewrite the last two stages of a ResNet."""
-    def rewrite(model: nn.Module) -> nn.Module:
-        return timm_cmhsa.attend_convs(model, ['layer3.*', 'layer4.*'], (3, IMG_SIZE, IMG_SIZE), peak=peak)
+    def rewrite(model: Any) -> nn.Module:
+        timm_cmhsa.attend_convs(model, ['layer3.*', 'layer4.*'], (3, IMG_SIZE, IMG_SIZE), peak=peak)
+        model.no_weight_decay = lambda: {'*.rel_pos.*'}  # timm's optimizers ask for it
+        return model
     return rewrite
 
 
