@@ -218,8 +218,8 @@ def report(results: Results, args: argparse.Namespace) -> str:
     best = best_records(results, args)
     return f"""{accuracies(best, results, args)}
 Top-1 on the test images in %, mean ± standard deviation over the seeds; the mean gain over phase 1 alone with as many
-steps, and with as much time, with its 95 % interval, from the seeds that both have (Student's t, paired); the loss of
-the last epoch, which Mixup makes noisy; core minutes with those of the first phase.
+steps, and with as much time, from the seeds that both have, from three on with its 95 % interval over seeds (Student's
+t, paired); the loss of the last epoch, which Mixup makes noisy; core minutes with those of the first phase.
 
 {looks(best)}
 Over all heads and layers, before and after training: the weight on one offset, the distance of where a head looks from
@@ -246,12 +246,14 @@ def accuracies(best: Dict[str, List[Record]], results: Results, args: argparse.N
 
 
 def gain(records: List[Record], baseline: List[Record]) -> str:
-    """Return the mean gain in top-1 over the same seeds of another row, with its 95 % interval."""
+    """Return the mean gain in top-1 over the same seeds of another row, from three seeds on with its 95 % interval."""
     others = {record['seed']: record for record in baseline}
     gains = [record['test']['top1'] - others[record['seed']]['test']['top1']
              for record in records if record['seed'] in others]
-    if len(gains) < 2 or records is baseline:
+    if not gains or records is baseline:
         return '-'
+    if len(gains) < 3:
+        return f'{mean(gains):+.1f}'
     half = scipy.stats.t.ppf(0.975, len(gains) - 1) * statistics.stdev(gains) / len(gains) ** 0.5
     return f'{mean(gains):+.1f} ({mean(gains) - half:+.1f} to {mean(gains) + half:+.1f})'
 

@@ -140,15 +140,14 @@ def test_phase2_as_shifts(digits, phase1, tmp_path, extra):
 
 
 def test_phase2_with_soft_heads(digits, phase1, tmp_path):
-    """Where they look changes; the moving average of the weights knows it too."""
-    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', ATTN, peak=0.5)
+    """Where they look changes, and the checkpoint and the moving average of the weights know it."""
+    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', model=ATTN, peak=0.5)
     soft = ['--model-kwargs', 'img_size=16', 'rel_pos=padded_table', 'num_heads=10']
-    before = validate(digits, ATTN, tmp_path / 'phase2.safetensors', *soft)
-    train(digits, tmp_path / 'run', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', *soft, '--epochs', 2,
+    train(digits, tmp_path / 'run', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', *soft, '--lr', 1e-3,
           '--amp', '--amp-dtype', 'bfloat16', '--model-ema', '--model-ema-decay', '0.9')
     last = tmp_path / 'run' / 'last.pth.tar'
     for extra in ([], ['--use-ema']):
-        assert validate(digits, ATTN, last, *soft, *extra)['top1'] > before['top1']
+        assert validate(digits, ATTN, last, *soft, *extra)['top1'] > 50
     table = 'blocks.0.attn.rel_pos.relative_position_bias_table'
     start = safetensors.torch.load_file(tmp_path / 'phase2.safetensors')[table]
     assert (weights(last)[table] - start).abs().max() > 0.01
