@@ -6,7 +6,8 @@ tested on all of validation/. Every row has its own best learning rate of a few,
 Training is in bfloat16 where that is for speed only (AMP), evaluation in float32.
 
 Runs are done side by side, one to a core or several to a GPU, and only once: what is in --results is read, and what was
-stopped goes on where it stopped. --rows and --seeds choose a part of them; the table shows all that is there.
+stopped goes on where it stopped. --rows and --seeds choose a part of them; the table shows all that is there. Take
+another --results and --output for other data, models or --num-held-out.
 """
 import argparse
 import fnmatch
