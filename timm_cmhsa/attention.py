@@ -227,8 +227,9 @@ class RelPosAttention(ShiftableAttention, Attention):
         if self.rel_pos.depends_on_queries:
             return False, None
         assert isinstance(self.rel_pos, OffsetRelPos)
-        num_patches, num_padding = len(self.rel_pos.position), len(self.rel_pos.padding_position)
-        chunk_size = default_chunk_size(self.num_heads, num_patches, num_padding)
+        num_patches = len(self.rel_pos.position)
+        num_keys = num_patches + len(self.rel_pos.padding_position)
+        chunk_size = default_chunk_size(self.num_heads, num_patches, num_keys)
         shapes = self.qkv.in_features, self.proj.out_features, self.head_dim, num_patches
         return chunk_size is None and is_cheaper_absorbed(*shapes), chunk_size
 

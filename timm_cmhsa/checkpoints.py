@@ -91,6 +91,7 @@ def convert_checkpoint(
         num_classes: Refuse a checkpoint with another number of classes.
         use_ema: Convert the averaged weights of a training checkpoint.
         dtype: Type of the written tensors; by default the source's. The error of rounding to it is reported separately.
+            With a peak, tensors of attention are float32 at least.
         images: Folder of images to verify on besides random ones; at most 64 of all its classes are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
             default 1e-4, and any where the rewrite is approximate.

@@ -34,9 +34,11 @@ def is_cheaper_absorbed(dim: int, dim_out: int, head_dim: int, num_patches: int)
     return head_dim * dim * (dim + dim_out) < NUM_IMAGES * num_patches * (plain - absorbed)
 
 
-def default_chunk_size(num_heads: int, num_patches: int, num_padding: int = 0) -> Optional[int]:
-    """Return how many queries may attend at a time, None if the bias of all, over all patches, is small enough."""
-    num_keys = num_patches + num_padding
+def default_chunk_size(num_heads: int, num_patches: int, num_keys: int) -> Optional[int]:
+    """Return how many queries may attend at a time, None if the bias of all queries is small enough.
+
+    Keys are the patches and those of the padding, whose biases take as much memory.
+    """
     if num_heads * num_patches * num_keys <= MAX_BIAS_ENTRIES:
         return None
     return max(MAX_BIAS_ENTRIES // (num_heads * (num_keys + 1)), 1)
