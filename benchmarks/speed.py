@@ -31,7 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import timm_cmhsa
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'experiments'))
-from common.timing import training_step
+from common.timing import processor, training_step
 
 HERE = Path(__file__).parent
 FOLDER = HERE / 'speed'
@@ -175,10 +175,7 @@ def hardware(device: str) -> str:
     if device != 'cpu':
         return (f'{torch.cuda.get_device_name(device)}, driver {get_nvidia_driver_version(run_command)}, '
                 f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
-    cpuinfo = Path('/proc/cpuinfo')
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
-    return f'{name or platform.machine()}, {torch.get_num_threads()} threads'
+    return f'{processor()}, {torch.get_num_threads()} threads'
 
 
 def measure_apart(measure: Callable[..., Dict[str, Any]], *what: str, args: argparse.Namespace) -> Dict[str, Any]:

@@ -12,6 +12,7 @@ another --results and --output for other data, models or --num-held-out.
 import argparse
 import fnmatch
 import json
+import math
 import os
 import statistics
 from concurrent.futures import as_completed
@@ -22,11 +23,12 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 import scipy.stats
 import torch
 from common.options import positive_float, positive_int
-from common.photo_rows import AS_MANY_STEPS, AS_MUCH_TIME, HELD, REWRITES, REWRITES_OF_RESNET, Row, make_rows
+from common.photo_rows import AS_MANY_STEPS, AS_MUCH_TIME, HELD, PHASE1, REWRITES, REWRITES_OF_RESNET, Row, make_rows
 from common.photos import IMG_SIZE, Photos, split_photos
 from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import VERSIONS
+from common.timing import processor
 from common.training import Stage, create, evaluate, num_params, train
 from timm.models import load_checkpoint
 from torch import nn
@@ -169,7 +171,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
         history=history,
         looks={'before': seen, 'after': look(model, data.held_out)},
         bias_movement=moved,
-        device=torch.cuda.get_device_name() if device.type == 'cuda' else 'CPU',
+        device=torch.cuda.get_device_name() if device.type == 'cuda' else processor(),
         versions=VERSIONS,
     )
 
@@ -217,10 +219,13 @@ def look(model: nn.Module, photos: Photos) -> List[Dict[str, float]]:
 def report(results: Results, args: argparse.Namespace) -> str:
     """Return the results of all rows, each at its best learning rate, as two tables in Markdown."""
     best = best_records(results, args)
+    devices = '; '.join(f'{phase1_epoch(device, results):.2g} s on {device}'
+                        for device in sorted({record['device'] for record in results.values()}))
     return f"""{accuracies(best, results, args)}
 Top-1 on the test images in %, mean ± standard deviation over the seeds; the mean gain over phase 1 alone with as many
 steps, and with as much time, from the seeds that both have, from three on with its 95 % interval over seeds (Student's
-t, paired); the loss of the last epoch, which Mixup makes noisy; core minutes with those of the first phase.
+t, paired); the loss of the last epoch, which Mixup makes noisy; the training time with that of the first phase, in
+epochs of phase 1 on the same machine ({devices}).
 
 {looks(best)}
 Over all heads and layers, before and after training: the weight on one offset, the distance of where a head looks from
@@ -231,18 +236,17 @@ the query (patches), the entropy of the weights (nats), and how much the bias mo
 def accuracies(best: Dict[str, List[Record]], results: Results, args: argparse.Namespace) -> str:
     budgets = {row.title: row.budget for row in make_rows(args.epochs1, args.epochs2)}
     head = ['', 'epochs', 'seeds', 'parameters, M', 'learning rate', 'start', 'top-1', 'as many steps', 'as much time',
-            'training loss', 'core minutes']
+            'training loss', 'time']
     cells = []
     for title, records in best.items():
         gains = [gain(records, best.get(alone, [])) for alone in (AS_MANY_STEPS, AS_MUCH_TIME)]
-        minutes = mean((record['seconds'] + results.get(record['after'], {}).get('seconds', 0)) / 60
-                       for record in records)
+        time = mean(curve(record, results)[-1]['time'] for record in records)
         cells.append([
             title, budgets[title].removesuffix(' epochs'), str(len(records)),
             f"{mean(record['params'] for record in records):.2f}",
             f'{records[0]["lr"]:g}', f"{mean(record['before']['top1'] for record in records):.1f}",
             spread([record['test']['top1'] for record in records]), *gains,
-            f"{mean(record['train_loss'] for record in records):.3f}", f'{minutes:.0f}'])
+            f"{mean(record['train_loss'] for record in records):.3f}", f'{time:.0f}'])
     return markdown_table(head, cells)
 
 
@@ -283,25 +287,34 @@ def best_records(results: Results, args: argparse.Namespace) -> Dict[str, List[R
 
 
 def draw_curves(results: Results, args: argparse.Namespace) -> None:
-    """Draw training loss and held-out accuracy of every row over the core minutes."""
+    """Draw training loss and held-out accuracy of every row over the training time."""
     figure, axes = make_figure((13, 5), 2)
     for title, records in best_records(results, args).items():
         curves = [curve(record, results) for record in records]
-        minutes = [mean(point['seconds'] for point in points) / 60 for points in zip(*curves)]
+        times = [mean(point['time'] for point in points) for points in zip(*curves)]
         for axis, measure in zip(axes, ('train_loss', 'top1')):
-            plot_mean_and_range(axis, minutes, [[point[measure] for point in points] for points in curves], label=title)
+            plot_mean_and_range(axis, times, [[point[measure] for point in points] for points in curves], label=title)
     for axis, label in zip(axes, ('training loss', 'top-1 on held-out images, %')):
-        axis.set(xlabel='core minutes', ylabel=label)
+        axis.set(xlabel='training time, epochs of phase 1', ylabel=label)
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right upper', fontsize=7, frameon=False)
     figure.savefig(args.results.with_suffix('.png'))
 
 
 def curve(record: Record, results: Results) -> List[Dict[str, float]]:
-    """Return the points of a training; those of a second phase follow the last one of the first."""
+    """Return the points of a training with their time; those of a second phase follow the last one of the first."""
+    epoch = phase1_epoch(record['device'], results)
+    points = [{**point, 'time': point['seconds'] / epoch} for point in record['history']]
     if record['after'] is None:
-        return record['history']
-    last = results[record['after']]['history'][-1]
-    return [last, *({**point, 'seconds': last['seconds'] + point['seconds']} for point in record['history'])]
+        return points
+    last = curve(results[record['after']], results)[-1]
+    return [last, *({**point, 'time': last['time'] + point['time']} for point in points)]
+
+
+def phase1_epoch(device: str, results: Results) -> float:
+    """Return the mean seconds of an epoch of phase 1 on a device: machines differ, and are compared by it."""
+    seconds = [record['seconds'] / record['history'][-1]['epoch'] for record in results.values()
+               if record['device'] == device and record['title'] in (PHASE1, AS_MANY_STEPS, AS_MUCH_TIME)]
+    return mean(seconds) if seconds else math.nan
 
 
 def draw_maps(results: Results, args: argparse.Namespace) -> None:

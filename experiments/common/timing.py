@@ -1,7 +1,9 @@
-"""Seconds of a training step: forward, backward and optimizer."""
+"""Seconds of a training step: forward, backward and optimizer; and the processor that takes them."""
+import platform
 import statistics
 import time
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any, Callable, Dict, List
 
 import torch
@@ -39,3 +41,11 @@ def training_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> 
         if images.device.type != 'cpu':
             torch.accelerator.synchronize()
     return step
+
+
+def processor() -> str:
+    """Return the name of the CPU."""
+    cpuinfo = Path('/proc/cpuinfo')
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    name = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
+    return name or platform.machine()
