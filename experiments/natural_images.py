@@ -66,7 +66,8 @@ class Run(NamedTuple):
 
 def main() -> None:
     args = parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
+    for folder in (args.output, args.results.parent):
+        folder.mkdir(parents=True, exist_ok=True)
     results: Results = json.loads(args.results.read_text()) if args.results.exists() else {}
     rows = [row for row in make_rows(args.epochs1, args.epochs2)
             if any(fnmatch.fnmatch(row.title, each) for each in args.rows)]
@@ -91,12 +92,21 @@ def parse_args() -> argparse.Namespace:
     add('--epochs2', type=positive_int, default=40, help='of phase 2 (default: %(default)s)')
     add('--seeds', type=positive_int, default=3, help='number of seeds (default: %(default)s)')
     add('--rows', nargs='+', default=['*'], metavar='TITLE', help='of these titles only; * is any text')
-    add('--results', type=Path, default=Path('benchmarks/natural_images.json'),
-        help='file of results, which grows with every run (default: %(default)s)')
+    add('--results', type=Path, default=Path('output/natural_images/results.json'),
+        help='file of results, which grows with every run; tables and pictures go beside it (default: %(default)s)')
     add('--output', type=Path, default=Path('output/natural_images'),
         help='folder of checkpoints (default: %(default)s)')
     add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: one to a core)')
-    return parser.parse_args()
+    args = parser.parse_args()
+    titles = [row.title for row in make_rows(args.epochs1, args.epochs2)]
+    for pattern in args.rows:
+        if not fnmatch.filter(titles, pattern):
+            parser.error(f'no row is called {pattern!r}: choose of {", ".join(titles)}, or a part of a title with *')
+    try:
+        split_photos(args.data_dir, args.num_train, args.num_held_out, 0)
+    except (OSError, ValueError) as e:
+        parser.error(str(e))
+    return args
 
 
 def plan(row: Row, seed: int, rates: Dict[str, float], args: argparse.Namespace) -> Run:
@@ -126,14 +136,10 @@ def do_all(runs: Sequence[Run], results: Results, args: argparse.Namespace) -> N
         return
     with make_pool(args.workers) as pool:
         futures = [pool.submit(do, run, args.data_dir, args.num_held_out, args.output) for run in runs]
-        try:
-            for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=False):
-                key, record = future.result()
-                results[key] = record
-                write_whole(args.results, json.dumps(dict(sorted(results.items())), indent=1) + '\n')
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=False):
+            key, record = future.result()
+            results[key] = record
+            write_whole(args.results, json.dumps(dict(sorted(results.items())), indent=1) + '\n')
 
 
 def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, Record]:

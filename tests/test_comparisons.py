@@ -2,7 +2,9 @@
 import argparse
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -353,7 +355,7 @@ def test_photos_are_split_without_overlap(tmp_path):
         assert not pixels(split.train) & pixels(split.held_out)
     assert pixels(first.train) != pixels(second.train)
     assert torch.equal(first.test.images, second.test.images)
-    with pytest.raises(ValueError, match='has 20 training images of a class: choose fewer'):
+    with pytest.raises(ValueError, match='has 20 training images of a class, where'):
         split_photos(tmp_path, 40, 10, seed=0)
 
 
@@ -403,17 +405,37 @@ def test_natural_images(tmp_path):
 
 
 @pytest.mark.slow
-def test_natural_images_killed(tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGINT, signal.SIGKILL])
+def test_natural_images_stopped(number, tmp_path):
     """The runs end with the command: later ones write to the same checkpoints. A second phase waits for the first."""
     command = natural_images(
         tmp_path, '--epochs1', '20', '--epochs2', '1', '--seeds', '2', '--rows', 'two phases, not rewritten')
-    process = subprocess.Popen(command, stderr=subprocess.PIPE)
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     while not list(tmp_path.glob('output/phase_1*seed_1/model/last.pth.tar')):
         assert process.poll() is None
         time.sleep(0.01)
-    process.kill()
-    process.communicate(timeout=60)  # until no process has this pipe open
+    if number == signal.SIGINT:
+        os.killpg(process.pid, number)  # as a terminal does
+    else:
+        process.kill()
+    error = process.communicate(timeout=60)[1]  # until no process has this pipe open
+    if number == signal.SIGINT:
+        assert error.endswith('Stopped. The same command goes on from here.\n')
+        assert 'Traceback' not in error
     subprocess.run(command, capture_output=True, check=True)
     results = json.loads((tmp_path / 'results.json').read_text())
     assert [(record['seed'], record['history'][-1]['epoch']) for record in results.values()] == [
         (0, 20), (1, 20), (0, 1), (1, 1)]
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    (['--rows', 'peak 0.5'], "no row is called 'peak 0.5': choose of phase 1, "),
+    (['--data-dir', 'none'], 'none has no folder train: expected train/CLASS and validation/CLASS with images, or'),
+    (['--num-train', '700'], 'has 60 training images of a class, where 70 to train on and 1 to hold out were'),
+])
+def test_inputs_of_natural_images(options, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', list(map(str, natural_images(tmp_path, *options)[1:])))
+    with pytest.raises(SystemExit, match='2'):
+        photo_runs.main()
+    assert message in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {'data'}

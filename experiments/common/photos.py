@@ -57,7 +57,9 @@ def split_photos(data_dir: Path, num_train: int, num_held_out: int, seed: int) -
     chosen: Tuple[List[int], List[int]] = [], []
     for indices in by_class.values():
         if len(indices) < per_class + held_out_per_class:
-            raise ValueError(f'{data_dir} has {len(indices)} training images of a class: choose fewer.')
+            raise ValueError(
+                f'{data_dir} has {len(indices)} training images of a class, where {per_class} to train on and '
+                f'{held_out_per_class} to hold out were asked for: choose fewer.')
         sample = rng.sample(indices, per_class + held_out_per_class)
         chosen[0].extend(sample[:per_class])
         chosen[1].extend(sample[per_class:])
@@ -69,6 +71,10 @@ def open_folder(data_dir: Path, split: str) -> Any:
     """Return the images of a split, as a dataset of PIL images and classes."""
     if (data_dir / 'cifar-10-batches-py').is_dir():
         return CIFAR10(str(data_dir), train=split == 'train')
+    if not (data_dir / split).is_dir():
+        raise ValueError(
+            f'{data_dir} has no folder {split}: expected train/CLASS and validation/CLASS with images, or '
+            "cifar-10-batches-py, torchvision's CIFAR-10.")
     return ImageDataset(str(data_dir / split))
 
 

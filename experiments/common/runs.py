@@ -105,12 +105,8 @@ def finish(runs: List[Run], output: Path, title: str) -> None:
     workers = min(os.cpu_count() or 1, MAX_WORKERS, len(todo))
     with make_pool(workers) as pool:
         futures = [pool.submit(do, run, output) for run in todo]
-        try:
-            for future in tqdm(as_completed(futures), title, total=len(futures)):
-                future.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        for future in tqdm(as_completed(futures), title, total=len(futures)):
+            future.result()
 
 
 def do(run: Run, output: Path) -> None:
