@@ -410,7 +410,9 @@ def test_natural_images_stopped(number, tmp_path):
     """The runs end with the command: later ones write to the same checkpoints. A second phase waits for the first."""
     command = natural_images(
         tmp_path, '--epochs1', '20', '--epochs2', '1', '--seeds', '2', '--rows', 'two phases, not rewritten')
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background jobs ignore it
     while not list(tmp_path.glob('output/phase_1*seed_1/model/last.pth.tar')):
         assert process.poll() is None
         time.sleep(0.01)
@@ -431,7 +433,7 @@ def test_natural_images_stopped(number, tmp_path):
 @pytest.mark.parametrize(('options', 'message'), [
     (['--rows', 'peak 0.5'], "no row is called 'peak 0.5': choose of phase 1, "),
     (['--data-dir', 'none'], 'none has no folder train: expected train/CLASS and validation/CLASS with images, or'),
-    (['--num-train', '700'], 'has 60 training images of a class, where 70 to train on and 1 to hold out were'),
+    (['--num-train', '700'], 'has 60 training images of a class, where 350 to train on and 5 to hold out were'),
 ])
 def test_inputs_of_natural_images(options, message, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', list(map(str, natural_images(tmp_path, *options)[1:])))

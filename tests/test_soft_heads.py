@@ -131,7 +131,7 @@ def test_how_many_heads_it_takes(kernel_size, head_dim, num_heads, center_is_sof
     assert len(heads) == num_heads
     assert {head.is_soft for head in heads if head.offset == (0, 0)} == {center_is_soft}
     if num_heads > 1:
-        with pytest.raises(ValueError, match=f'it takes {num_heads} heads of {head_dim or 768}'):
+        with pytest.raises(ValueError, match=f'it takes {num_heads} heads of {head_dim or 768}.*without a peak'):
             conv2d_to_attention(conv, 16, 14, num_heads - 1, head_dim, peak=0.75, approximate=True)
         with pytest.raises(ValueError, match=r'heads of \d+\.$'):  # no word of approximate=True, which is for others
             conv2d_to_attention(conv, 16, 14, num_heads - 1, head_dim, peak=0.75)
@@ -270,3 +270,7 @@ def test_a_checkpoint_is_converted_with_a_peak(tmp_path, capsys):
     assert relative_error(loaded(images), model(images)) <= 2e-6
     assert convert_main([*arguments[:-1], '1.5', '--force']) == 2
     assert '--peak 1.5 must be a number between 0 and 1' in capsys.readouterr().err
+    hint = 'its heads are one-hot: only with a peak'
+    assert hint not in output
+    assert convert_main([*arguments[:-2], '--model', 'cmhsa_attn_soft', '--force']) == 0
+    assert hint in capsys.readouterr().out

@@ -54,7 +54,8 @@ class HeadOptions(NamedTuple):
                 isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):
             raise ValueError(f'sharpness={self.sharpness!r} must be positive, and {MAX_SHARPNESS} at most.')
         if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
-            raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1.')
+            raise ValueError(
+                f'peak={self.peak!r} must be a number between 0 and 1, such as 0.5; without one, heads are one-hot.')
         if self.peak is not None and self.rel_pos not in TABLES:
             raise ValueError(f"peak={self.peak} is for rel_pos='table', where {self.rel_pos!r} was asked for.")
 
@@ -153,7 +154,8 @@ def rewrite(
     factors: Iterable[HeadFactors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
         if not options.approximate or options.peak is not None:
-            best = ', or approximate=True for the best that these can' if options.peak is None else ''
+            best = (', or approximate=True for the best that these can' if options.peak is None else
+                    '; approximate=True is for heads without a peak' if options.approximate else '')
             raise ValueError(f'{_too_few_heads(heads, num_heads, options.head_dim or dim)}{best}.')
         factors = best_factors(conv, heads, num_heads, grid_size, options)
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
