@@ -424,6 +424,8 @@ def test_natural_images_stopped(number, tmp_path):
     if number == signal.SIGINT:
         assert error.endswith('Stopped. The same command goes on from here.\n')
         assert 'Traceback' not in error
+    history, = tmp_path.glob('output/phase_1*seed_1/model/history.json')
+    assert json.loads(history.read_text())[-1]['epoch'] < 20, 'it was not trained to its end'
     subprocess.run(command, capture_output=True, check=True)
     results = json.loads((tmp_path / 'results.json').read_text())
     assert [(record['seed'], record['history'][-1]['epoch']) for record in results.values()] == [

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 @contextmanager
 def make_pool(workers: int) -> Iterator[ProcessPoolExecutor]:
-    """Return a pool of processes without progress bars, which end with this one, or at once where it fails.
+    """Yield a pool of processes without progress bars, which end with this one, or at once on an error or Ctrl-C.
 
     Where there is a fork server, it imports everything once for all of them, and for later pools too.
     """
