@@ -85,8 +85,10 @@ REWRITES: Dict[str, Callable[[nn.Module], nn.Module]] = {
     'peak 0.5': soft(0.5),
     'one-hot, thin': one_hot(is_thin=True),
     'peak 0.75, thin': soft(0.75, is_thin=True),
-    'peak 0.75, slow biases': soft(0.75, scale=1.),
-    'peak 0.75, fast biases': soft(0.75, scale=30.),
+    'peak 0.75, bias scale 1': soft(0.75, scale=1.),
+    'peak 0.75, bias scale 30': soft(0.75, scale=30.),
+    'peak 0.75, bias scale 100': soft(0.75, scale=100.),
+    'peak 0.5, bias scale 30': soft(0.5, scale=30.),
     'one-hot, a spare head': one_hot_and_spare,
     HELD: soft(0.75),
 }
