@@ -378,7 +378,9 @@ def test_error_above_tolerance_writes_nothing(src, tmp_path, capsys):
     with pytest.raises(VerificationError, match='above the tolerance'):
         convert_checkpoint(src, tmp_path / 'out', sharpness=6)
     assert main([str(src), str(tmp_path / 'out'), '--sharpness', '6']) == 1
-    assert 'nothing was written' in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert 'nothing was written' in err
+    assert 'for train.py' not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ['phase1.pth']
     report = convert_checkpoint(src, tmp_path / 'out', sharpness=6, tolerance=1)
     assert 1e-4 < report.max_error < 1

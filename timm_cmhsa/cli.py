@@ -28,6 +28,7 @@ from .hub.errors import HubError, without_credentials
 from .hub.publish import check_label_names, check_push, push_folder_to_hub, save_for_hub
 from .messages import printable
 from .phase1 import DTYPES, UNTOLD_ARGS, told_by_user
+from .report import ConversionReport
 from .version import __version__
 
 UPLOAD_OPTIONS = ('private', 'revision', 'create_pr', 'commit_message', 'overwrite_readme', 'overwrite_model')
@@ -59,9 +60,13 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
 def _convert(parser: argparse.ArgumentParser, push_options: Sequence[str], args: argparse.Namespace) -> None:
     if args.push_to_hub is None:
         report = convert_checkpoint(**{key: value for key, value in vars(args).items() if key not in push_options})
-        say(*str(report).splitlines(), f'written to {args.dst}')
+        _say_converted(report, f'written to {args.dst}')
     else:
         _push(parser, args)
+
+
+def _say_converted(report: ConversionReport, done: str) -> None:
+    say(*str(report).splitlines(), f'for train.py, from a file: {report.train_options}', done)
 
 
 def run_command(
@@ -179,7 +184,7 @@ def _convert_into(dst: Path, args: argparse.Namespace) -> None:
                     f'{folder} exists already and holds something else than this command writes: overwrite it with '
                     '--force (which overwrites nothing on the Hub), or give another DST.')
         done = f'{dst} is up to date'
-    say(*str(report).splitlines(), done)
+    _say_converted(report, done)
 
 
 def _about(args: argparse.Namespace) -> Dict[str, Any]:

@@ -145,5 +145,4 @@ class ConversionReport(Verification):
             *([f'assumed, as tensors alone do not tell: {self.assumptions}\n'
                'The errors are those against a model of the same assumptions: where it was another, tell what it had.']
               if self.assumed else []),
-            f'for train.py, from a file: {self.train_options}',
         ])
