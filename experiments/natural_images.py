@@ -3,7 +3,7 @@
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
 CIFAR-10. Small models are trained on 3,000 images (300 a class), augmented by crops, flips, Mixup and CutMix, and
 tested on all of validation/. Every row has its own best learning rate of a few, by 1,000 other training images.
-Training is in bfloat16 where that is for speed only (AMP), evaluation in float32.
+Training is in bfloat16 (AMP) where the processor or GPU has it, evaluation in float32.
 
 Runs are done side by side, one to a core or several to a GPU, and only once: what is in --results is read, and what was
 stopped goes on where it stopped. --rows and --seeds choose a part of them; the table shows all that is there. Take
@@ -29,7 +29,7 @@ from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import VERSIONS
 from common.timing import processor
-from common.training import Stage, create, evaluate, num_params, train
+from common.training import Stage, create, evaluate, fastest_dtype, num_params, train
 from timm.models import load_checkpoint
 from torch import nn
 from tqdm import tqdm
@@ -162,6 +162,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
     biases = [layer.rel_pos.offset_bias().detach().clone() for layer in tables(model)]
     seen, before = look(model, data.held_out), evaluate(model, data.test, device)
     model, history = train(stage, model, data.train, data.held_out, folder, run.seed, device, hold)
+    name = torch.cuda.get_device_name() if device.type == 'cuda' else processor()
     moved = [(layer.rel_pos.offset_bias() - bias).abs().max().item() for layer, bias in zip(tables(model), biases)]
     return run.key, dict(
         title=run.row.title,
@@ -177,7 +178,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
         history=history,
         looks={'before': seen, 'after': look(model, data.held_out)},
         bias_movement=moved,
-        device=torch.cuda.get_device_name() if device.type == 'cuda' else processor(),
+        device=f'{name} in {str(stage.dtype).removeprefix("torch.")}',
         versions=VERSIONS,
     )
 
@@ -186,7 +187,7 @@ def start(run: Run, output: Path) -> Tuple[Stage, Any]:
     """Return how a run trains, and its model before that."""
     stage = Stage(
         'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
-        batch_size=100, mixup=0.5, amp=True)
+        batch_size=100, mixup=0.5, dtype=fastest_dtype())
     model = create(stage, run.seed)
     if run.after:
         load_checkpoint(model, str(run.after.checkpoint(output)))
