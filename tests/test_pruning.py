@@ -97,10 +97,10 @@ def test_what_cannot_be_pruned_is_told_and_left_as_it_was():
 
 @pytest.mark.parametrize('rel_pos', ENCODINGS)
 def test_a_layer_without_a_head_is_one_whose_head_adds_nothing(rel_pos):
-    attn = RelPosAttention(12, (3, 3), num_heads=4, head_dim=6, rel_pos=rel_pos)
+    attn = RelPosAttention(12, (3, 3), num_heads=4, head_dim=6, rel_pos=rel_pos).double()
     for parameter in attn.parameters():
         nn.init.normal_(parameter)
-    x = torch.randn(2, 9, 12)
+    x = torch.randn(2, 9, 12, dtype=torch.float64)
     attn.proj.weight.data[:, 6:12] = 0
     expected = attn.eval()(x)
     attn.keep_heads([0, 2, 3])

@@ -41,7 +41,7 @@ def expected_bias(rel_pos, head, row, col, q):
         return -(offset - rel_pos.center[head]) @ inv_covariance @ (offset - rel_pos.center[head]) / 2
     height, width = rel_pos.grid_size
     if rel_pos.name == 'padded_table':  # with a padding of one patch
-        return 10 * rel_pos.relative_position_bias_table[(height - row) * (2 * width + 1) + width - col, head]
+        return 30 * rel_pos.relative_position_bias_table[(height - row) * (2 * width + 1) + width - col, head]
     # embeddings are in the order of query minus key, as timm's tables are
     embed = torch.cat([rel_pos.row_embed[height - 1 - row], rel_pos.col_embed[width - 1 - col]])
     if rel_pos.name == 'learned':

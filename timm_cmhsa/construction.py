@@ -55,7 +55,7 @@ class HeadOptions(NamedTuple):
             raise ValueError(f'sharpness={self.sharpness!r} must be positive, and {MAX_SHARPNESS} at most.')
         if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
             raise ValueError(
-                f'peak={self.peak!r} must be a number between 0 and 1, such as 0.5; without one, heads are one-hot.')
+                f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75; without one, heads are one-hot.')
         if self.peak is not None and self.rel_pos not in TABLES:
             raise ValueError(f"peak={self.peak} is for rel_pos='table', where {self.rel_pos!r} was asked for.")
 

@@ -217,7 +217,7 @@ class PaddedRelPosTable(RelPosTable):
     docs/theory.md). The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number.
     """
     name = 'padded_table'
-    bias_scale = 10.  # Biases have to change much more than weights, and Adam's steps are the same for both.
+    bias_scale = 30.  # Biases have to change much more than weights, and Adam's steps are the same for both.
 
     def __init__(
             self,

@@ -136,7 +136,7 @@ class ConversionReport(Verification):
         approximate = ', approximate' if self.approximate else ''
         return '\n'.join([
             f'{self.architecture}: {shape}, {self.start}{approximate}',
-            *(['its heads are one-hot: only with a peak, such as 0.5, can they learn where to look']
+            *(['its heads are one-hot: only with a peak, such as 0.75, can they learn where to look']
               if self.peak is None and self.model_args['rel_pos'] == 'padded_table' else []),
             'layer          heads used   largest error   rms error',
             *(f'{name:<14} {heads:<12} {error:>13.1e} {rms_error:>11.1e}' for name, heads, error, rms_error in rows),

@@ -51,21 +51,26 @@ def one_hot(is_thin: bool = False) -> Callable:
     return rewrite
 
 
-def one_hot_and_spare(model: nn.Module) -> nn.Module:
-    """Return the rewrite with one-hot heads, and one more head, which attends from a random start."""
-    return timm_cmhsa.convert_model(model, 'cmhsa_attn_soft')
+def one_hot_and_spare(scale: float) -> Callable:
+    """Return how to rewrite a model with one-hot heads, and one more head, which attends from a random start."""
+    return lambda model: with_bias_scale(timm_cmhsa.convert_model(model, 'cmhsa_attn_soft'), scale)
 
 
 def soft(peak: float, is_thin: bool = False, scale: float = PaddedRelPosTable.bias_scale) -> Callable:
     """Return how to rewrite a model with soft heads whose biases learn so many times as fast as weights."""
     def rewrite(model: Any) -> nn.Module:
         model = timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2 if is_thin else None, peak=peak)
-        for module in model.modules():
-            if isinstance(module, PaddedRelPosTable):
-                module.relative_position_bias_table.data *= module.bias_scale / scale
-                module.bias_scale = scale
-        return model
+        return with_bias_scale(model, scale)
     return rewrite
+
+
+def with_bias_scale(model: nn.Module, scale: float) -> nn.Module:
+    """Change how fast biases learn, and not what they are."""
+    for module in model.modules():
+        if isinstance(module, PaddedRelPosTable):
+            module.relative_position_bias_table.data *= module.bias_scale / scale
+            module.bias_scale = scale
+    return model
 
 
 def attend_stages(peak: Optional[float]) -> Callable:
@@ -77,7 +82,7 @@ def attend_stages(peak: Optional[float]) -> Callable:
     return rewrite
 
 
-HELD = 'peak 0.75, global head held'
+HELD = 'peak 0.75, bias scale 10, global head held'
 REWRITES: Dict[str, Callable[[nn.Module], nn.Module]] = {
     'not rewritten': lambda model: model,  # what the second schedule does alone
     'one-hot': one_hot(),
@@ -86,11 +91,11 @@ REWRITES: Dict[str, Callable[[nn.Module], nn.Module]] = {
     'one-hot, thin': one_hot(is_thin=True),
     'peak 0.75, thin': soft(0.75, is_thin=True),
     'peak 0.75, bias scale 1': soft(0.75, scale=1.),
-    'peak 0.75, bias scale 30': soft(0.75, scale=30.),
+    'peak 0.75, bias scale 10': soft(0.75, scale=10.),
     'peak 0.75, bias scale 100': soft(0.75, scale=100.),
-    'peak 0.5, bias scale 30': soft(0.5, scale=30.),
-    'one-hot, a spare head': one_hot_and_spare,
-    HELD: soft(0.75),
+    'peak 0.5, bias scale 10': soft(0.5, scale=10.),
+    'one-hot, a spare head, bias scale 10': one_hot_and_spare(scale=10.),
+    HELD: soft(0.75, scale=10.),
 }
 REWRITES_OF_RESNET: Dict[str, Callable[[nn.Module], nn.Module]] = {
     'trained on': lambda model: model,
