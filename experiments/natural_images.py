@@ -29,7 +29,7 @@ from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import VERSIONS
 from common.timing import processor
-from common.training import Stage, create, evaluate, fastest_dtype, num_params, train
+from common.training import Stage, create, evaluate, has_bfloat16, num_params, train
 from timm.models import load_checkpoint
 from torch import nn
 from tqdm import tqdm
@@ -178,7 +178,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
         history=history,
         looks={'before': seen, 'after': look(model, data.held_out)},
         bias_movement=moved,
-        device=f'{name} in {str(stage.dtype).removeprefix("torch.")}',
+        device=f'{name} in {"bfloat16" if stage.amp else "float32"}',
         versions=VERSIONS,
     )
 
@@ -187,7 +187,7 @@ def start(run: Run, output: Path) -> Tuple[Stage, Any]:
     """Return how a run trains, and its model before that."""
     stage = Stage(
         'model', run.row.title, run.row.model, run.row.model_args, run.row.epochs, run.lr, canvas=IMG_SIZE,
-        batch_size=100, mixup=0.5, dtype=fastest_dtype())
+        batch_size=100, mixup=0.5, amp=has_bfloat16())
     model = create(stage, run.seed)
     if run.after:
         load_checkpoint(model, str(run.after.checkpoint(output)))

@@ -46,20 +46,18 @@ class Stage(NamedTuple):
     checkpoint_hist: int = 1  # how many to keep, the best ones
     batch_size: int = BATCH_SIZE
     mixup: float = 0.  # probability of Mixup (0.8) or CutMix (1.0), one or the other, in a batch
-    dtype: torch.dtype = torch.float32  # if another, of autocast
+    amp: bool = False  # in bfloat16
 
     @property
     def img_size(self) -> int:
         return self.canvas or self.model_args['img_size']
 
 
-def fastest_dtype() -> torch.dtype:
-    """Return bfloat16 where the processor or GPU has it; what emulates it takes ten times as long."""
+def has_bfloat16() -> bool:
+    """Return whether the processor, or the GPU if there is one, has bfloat16; emulated, it is far slower."""
     if torch.cuda.is_available():
-        has_bfloat16 = torch.cuda.is_bf16_supported()
-    else:
-        has_bfloat16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    return torch.bfloat16 if has_bfloat16 else torch.float32
+        return torch.cuda.is_bf16_supported()
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def create(stage: Stage, seed: int) -> nn.Module:
@@ -151,7 +149,7 @@ def train_epoch(
     for step, (images, targets) in enumerate(loader):
         if stage.mixup:
             images, targets = mixup(images, targets)
-        with torch.autocast(device.type, stage.dtype, enabled=stage.dtype != torch.float32):
+        with torch.autocast(device.type, torch.bfloat16, enabled=stage.amp):
             logits = model(images.to(device))
         loss = loss_fn(logits.float(), targets.to(device))
         optimizer.zero_grad()
