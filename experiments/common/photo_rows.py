@@ -108,7 +108,8 @@ def make_rows(epochs1: int, epochs2: int) -> List[Row]:
     """Return all rows, given the epochs of phase 1 and of phase 2.
 
     Where nothing else is said, models train for as much time as two phases with soft heads. The ResNet has that time
-    as well, and then half of phase 2's epochs to be trained on, whatever these take.
+    as well, and then half of phase 2's epochs to be trained on, whatever these take. What attends from a random start does
+    not fit its images by then, so it also has four times as long.
     """
     time = epochs1 + COSTS['soft heads'] * epochs2
     phase1, cnn = Row(PHASE1, *CONV, epochs1), Row(CNN, *RESNET, round(time / COSTS['ResNet']))
@@ -118,7 +119,9 @@ def make_rows(epochs1: int, epochs2: int) -> List[Row]:
         Row(AS_MUCH_TIME, *CONV, round(time)),
         *(Row(f'two phases, {name}', *CONV, epochs2, phase1, name) for name in REWRITES),
         Row('attention alone', *ATTENTION, round(time / COSTS['attention'])),
+        Row('attention alone, 4 times as long', *ATTENTION, round(4 * time / COSTS['attention'])),
         Row('ViT', *VIT, round(time / COSTS['ViT'])),
+        Row('ViT, 4 times as long', *VIT, round(4 * time / COSTS['ViT'])),
         Row('ConViT', *CONVIT, round(time / COSTS['ConViT'])),
         Row('ConvNeXt', *CONVNEXT, round(time / COSTS['ConvNeXt'])),
         cnn,
