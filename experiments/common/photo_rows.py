@@ -108,8 +108,8 @@ def make_rows(epochs1: int, epochs2: int) -> List[Row]:
     """Return all rows, given the epochs of phase 1 and of phase 2.
 
     Where nothing else is said, models train for as much time as two phases with soft heads. The ResNet has that time
-    as well, and then half of phase 2's epochs to be trained on, whatever these take. What attends from a random start does
-    not fit its images by then, so it also has four times as long.
+    as well, and then half of phase 2's epochs to be trained on, whatever these take. What attends from a random start
+    does not fit its images by then, so it also has four times as long.
     """
     time = epochs1 + COSTS['soft heads'] * epochs2
     phase1, cnn = Row(PHASE1, *CONV, epochs1), Row(CNN, *RESNET, round(time / COSTS['ResNet']))
