@@ -68,7 +68,7 @@ def main() -> None:
     args = parse_args()
     for folder in (args.output, args.results.parent):
         folder.mkdir(parents=True, exist_ok=True)
-    results: Results = json.loads(args.results.read_text()) if args.results.exists() else {}
+    results = read_results(args.results)
     rows = [row for row in make_rows(args.epochs1, args.epochs2)
             if any(fnmatch.fnmatch(row.title, each) for each in args.rows)]
     rates = tune({row.after.title: row.after for row in rows if row.after}.values(), {}, results, args)
@@ -103,10 +103,21 @@ def parse_args() -> argparse.Namespace:
         if not fnmatch.filter(titles, pattern):
             parser.error(f'no row is called {pattern!r}: choose of {", ".join(titles)}, or a part of a title with *')
     try:
+        read_results(args.results)
         split_photos(args.data_dir, args.num_train, args.num_held_out, 0)
     except (OSError, ValueError) as e:
         parser.error(str(e))
     return args
+
+
+def read_results(path: Path) -> Results:
+    """Return the results of a file, none if there is none yet. Raises ValueError if it holds anything else."""
+    try:
+        results = json.loads(path.read_text()) if path.exists() else {}
+        assert all(key.startswith(f'{record["title"]} | ') for key, record in results.items())
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
+        raise ValueError(f'{path} holds no results of this script: give another --results') from e
+    return results
 
 
 def plan(row: Row, seed: int, rates: Dict[str, float], args: argparse.Namespace) -> Run:

@@ -19,7 +19,7 @@ import table1_cifar100
 import thin_heads
 import torch
 from common.data import DIGIT, place_digits, split_digits
-from common.photo_rows import make_rows
+from common.photo_rows import HELD, make_rows
 from common.photos import split_photos
 from common.report import spread
 from common.rows import CMHSA3, CMHSA5, ROWS, TUNING_SIZE, choose_rates, plan
@@ -387,7 +387,7 @@ def test_natural_images(tmp_path):
         assert done.returncode == 0, done.stderr
     assert '1/1' not in done.stderr  # nothing was left to do
     results = json.loads((tmp_path / 'results.json').read_text())
-    assert [record['title'] for record in results.values()] == ['phase 1', 'two phases, peak 0.75, global head held']
+    assert [record['title'] for record in results.values()] == ['phase 1', f'two phases, {HELD}']
     soft = results[max(results)]
     assert soft['before']['top1'] == pytest.approx(results[soft['after']]['test']['top1'], abs=1e-4)  # exact
     assert max(soft['bias_movement']) > 0
@@ -399,7 +399,7 @@ def test_natural_images(tmp_path):
     for before, after in zip(start, photo_runs.global_head(model.blocks[0].attn)):
         assert torch.equal(before, after)  # held
     assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 2)] == [
-        'phase 1', 'two phases, peak 0.75, global head held']
+        'phase 1', f'two phases, {HELD}']
     for picture in ('results.png', 'results_maps.png'):
         assert (tmp_path / picture).stat().st_size > 10_000
 
@@ -443,3 +443,13 @@ def test_inputs_of_natural_images(options, message, tmp_path, monkeypatch, capsy
         photo_runs.main()
     assert message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {'data'}
+
+
+@pytest.mark.parametrize('content', ['{"phase 1": {"top1": 50}}', '[1]', 'text'])
+def test_a_file_that_is_no_results_of_natural_images_is_left_as_it_is(content, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, 'argv', list(map(str, natural_images(tmp_path)[1:])))
+    (tmp_path / 'results.json').write_text(content)
+    with pytest.raises(SystemExit, match='2'):
+        photo_runs.main()
+    assert 'results.json holds no results of this script: give another --results' in capsys.readouterr().err
+    assert (tmp_path / 'results.json').read_text() == content
