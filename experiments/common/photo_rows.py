@@ -87,10 +87,8 @@ REWRITES: Dict[str, Callable[[nn.Module], nn.Module]] = {
     'not rewritten': lambda model: model,  # what the second schedule does alone
     'one-hot': one_hot(),
     'peak 0.75': soft(0.75),
-    'peak 0.5': soft(0.5),
     'one-hot, thin': one_hot(is_thin=True),
     'peak 0.75, thin': soft(0.75, is_thin=True),
-    'peak 0.75, bias scale 1': soft(0.75, scale=1.),
     'peak 0.75, bias scale 10': soft(0.75, scale=10.),
     'peak 0.75, bias scale 100': soft(0.75, scale=100.),
     'peak 0.5, bias scale 10': soft(0.5, scale=10.),
