@@ -125,7 +125,8 @@ def test_a_model_that_was_changed_and_trained_since_its_creation(hub):
     optimizer.step()
     push_to_hub(torch.compile(model.to(memory_format=torch.channels_last)), 'alice/net')
     loaded = load('hf-hub:alice/net')
-    assert_same_function(model, loaded, 0)
+    assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in loaded.state_dict().items())
+    assert_same_function(model, loaded)  # up to rounding: another memory format takes other sums
     assert tuple(loaded.pretrained_cfg['input_size']) == (3, 16, 40)
 
 
