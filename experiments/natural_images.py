@@ -307,11 +307,13 @@ def best_records(results: Results, args: argparse.Namespace) -> Dict[str, List[R
 def draw_curves(results: Results, args: argparse.Namespace) -> None:
     """Draw training loss and held-out accuracy of every row over the training time."""
     figure, axes = make_figure((13, 5), 2)
-    for title, records in best_records(results, args).items():
+    for number, (title, records) in enumerate(best_records(results, args).items()):
+        style = ('-', '--', ':')[number // 10]  # there are ten colors
         curves = [curve(record, results) for record in records]
         times = [mean(point['time'] for point in points) for points in zip(*curves)]
         for axis, measure in zip(axes, ('train_loss', 'top1')):
-            plot_mean_and_range(axis, times, [[point[measure] for point in points] for points in curves], label=title)
+            measures = [[point[measure] for point in points] for points in curves]
+            plot_mean_and_range(axis, times, measures, label=title, linestyle=style)
     for axis, label in zip(axes, ('training loss', 'top-1 on held-out images, %')):
         axis.set(xlabel='training time, epochs of phase 1', ylabel=label)
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right upper', fontsize=7, frameon=False)
