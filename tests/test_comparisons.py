@@ -303,11 +303,11 @@ def test_rows_of_natural_images_are_chosen_by_held_out_images_and_compared_by_se
     def record(after, seed, held_out, test, seconds=60., device='fast'):
         history = [{'epoch': 4, 'seconds': seconds, 'top1': test, 'train_loss': 1.}]
         return dict(
-            title='phase 1' if after is None else 'two phases, peak 0.5', after=after, seed=seed,
+            title='phase 1' if after is None else 'two phases, peak 0.75', after=after, seed=seed,
             held_out={'top1': held_out}, test={'top1': test}, seconds=seconds, history=history, device=device)
 
     phase1 = 'phase 1 | 4 epochs | 50 images | lr 0.001 | seed 0'
-    soft, alone = 'two phases, peak 0.5 | 4 + 2 epochs', 'phase 1 alone, as many steps | 6 epochs'
+    soft, alone = 'two phases, peak 0.75 | 4 + 2 epochs', 'phase 1 alone, as many steps | 6 epochs'
     results = {
         phase1: record(None, 0, 40., 40.),
         f'{soft} | 50 images | lr 0.001 and 0.001 | seed 0': record(phase1, 0, 50., 99.),
@@ -322,8 +322,8 @@ def test_rows_of_natural_images_are_chosen_by_held_out_images_and_compared_by_se
     best = photo_runs.best_records(results, argparse.Namespace(epochs1=4, epochs2=2, num_train=50))
     tops = {title: [each['test']['top1'] for each in records] for title, records in best.items()}
     assert tops == {
-        'phase 1': [40.], 'phase 1 alone, as many steps': [56., 58., 60.], 'two phases, peak 0.5': [58., 62., 63.]}
-    chosen, baseline = best['two phases, peak 0.5'], best['phase 1 alone, as many steps']
+        'phase 1': [40.], 'phase 1 alone, as many steps': [56., 58., 60.], 'two phases, peak 0.75': [58., 62., 63.]}
+    chosen, baseline = best['two phases, peak 0.75'], best['phase 1 alone, as many steps']
     assert photo_runs.gain(chosen, baseline) == '+3.0 (+0.5 to +5.5)'  # t = 4.303 with two degrees of freedom
     assert photo_runs.gain(chosen[:2], baseline) == '+3.0'
     assert photo_runs.gain(baseline, baseline) == '-'
@@ -433,7 +433,7 @@ def test_natural_images_stopped(number, tmp_path):
 
 
 @pytest.mark.parametrize(('options', 'message'), [
-    (['--rows', 'peak 0.5'], "no row is called 'peak 0.5': choose of phase 1, "),
+    (['--rows', 'peak 0.75'], "no row is called 'peak 0.75': choose of phase 1, "),
     (['--data-dir', 'none'], 'none has no folder train: expected train/CLASS and validation/CLASS with images, or'),
     (['--num-train', '700'], 'has 60 training images of a class, where 350 to train on and 5 to hold out were'),
 ])
