@@ -114,9 +114,11 @@ def read_results(path: Path) -> Results:
     """Return the results of a file, none if there is none yet. Raises ValueError if it holds anything else."""
     try:
         results = json.loads(path.read_text()) if path.exists() else {}
-        assert all(key.startswith(f'{record["title"]} | ') for key, record in results.items())
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as e:
-        raise ValueError(f'{path} holds no results of this script: give another --results') from e
+        is_ours = all(key.startswith(f'{record["title"]} | ') for key, record in results.items())
+    except (AttributeError, KeyError, TypeError, ValueError):
+        is_ours = False
+    if not is_ours:
+        raise ValueError(f'{path} holds no results of this script: give another --results')
     return results
 
 
@@ -157,6 +159,7 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
     """Train one run; return its key and result."""
     torch.set_num_threads(1)
     device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
+    name = torch.cuda.get_device_name() if device.type == 'cuda' else processor()
     folder = run.folder(output)
     folder.mkdir(parents=True, exist_ok=True)
     data = split_photos(data_dir, run.num_train, num_held_out, run.seed)
@@ -173,7 +176,6 @@ def do(run: Run, data_dir: Path, num_held_out: int, output: Path) -> Tuple[str, 
     biases = [layer.rel_pos.offset_bias().detach().clone() for layer in tables(model)]
     seen, before = look(model, data.held_out), evaluate(model, data.test, device)
     model, history = train(stage, model, data.train, data.held_out, folder, run.seed, device, hold)
-    name = torch.cuda.get_device_name() if device.type == 'cuda' else processor()
     moved = [(layer.rel_pos.offset_bias() - bias).abs().max().item() for layer, bias in zip(tables(model), biases)]
     return run.key, dict(
         title=run.row.title,
