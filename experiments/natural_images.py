@@ -23,7 +23,17 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 import scipy.stats
 import torch
 from common.options import positive_float, positive_int
-from common.photo_rows import AS_MANY_STEPS, AS_MUCH_TIME, HELD, PHASE1, REWRITES, REWRITES_OF_RESNET, Row, make_rows
+from common.photo_rows import (
+    AS_MANY_STEPS,
+    AS_MUCH_TIME,
+    DRAWN,
+    HELD,
+    PHASE1,
+    REWRITES,
+    REWRITES_OF_RESNET,
+    Row,
+    make_rows,
+)
 from common.photos import IMG_SIZE, Photos, split_photos
 from common.pool import make_pool
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
@@ -307,15 +317,15 @@ def best_records(results: Results, args: argparse.Namespace) -> Dict[str, List[R
 
 
 def draw_curves(results: Results, args: argparse.Namespace) -> None:
-    """Draw training loss and held-out accuracy of every row over the training time."""
-    figure, axes = make_figure((13, 5), 2)
-    for number, (title, records) in enumerate(best_records(results, args).items()):
-        style = ('-', '--', ':')[number // 10]  # there are ten colors
-        curves = [curve(record, results) for record in records]
+    """Draw training loss and held-out accuracy over the training time. Ablations are left to the table."""
+    figure, axes = make_figure((12, 4.5), 2)
+    best = best_records(results, args)
+    for title in (title for title in DRAWN if title in best):
+        curves = [curve(record, results) for record in best[title]]
         times = [mean(point['time'] for point in points) for points in zip(*curves)]
         for axis, measure in zip(axes, ('train_loss', 'top1')):
             measures = [[point[measure] for point in points] for points in curves]
-            plot_mean_and_range(axis, times, measures, label=title, linestyle=style)
+            plot_mean_and_range(axis, times, measures, label=title)
     for axis, label in zip(axes, ('training loss', 'top-1 on held-out images, %')):
         axis.set(xlabel='training time, epochs of phase 1', ylabel=label)
     figure.legend(*axes[0].get_legend_handles_labels(), loc='outside right upper', fontsize=7, frameon=False)

@@ -625,8 +625,9 @@ def test_models_that_others_registered(tmp_path):
         assert ('global_pool' in report.assumed) == (name == 'unknown')
     assert_same_function(
         model, timm.create_model(f'local-dir:{tmp_path / "other_cmhsa_conv"}', pretrained=True), size=(16, 16))
-    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'asked', model='test_cmhsa_attn')
-    assert report.img_size_source == 'default of test_cmhsa_attn'
+    for asked, default in {'test_cmhsa_attn': 'test_cmhsa_attn', 'cmhsa_attn_soft': 'cmhsa_conv_k3_patch4_32'}.items():
+        report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / asked, model=asked)  # 224 is of other patches
+        assert report.img_size_source == f'default of {default}'
 
 
 @pytest.mark.parametrize('wrapped', ['module.', '_orig_mod.', 'module._orig_mod.'])
@@ -731,8 +732,8 @@ def test_command_is_installed_and_prints_the_table(src, tmp_path):
     assert lines[7] == (
         'The errors are those against a model of the same assumptions: where it was another, tell what it had.')
     assert lines[8] == (
-        f'for train.py, from a file: --model {ATTN} --num-classes 10 --img-size 32 --model-kwargs patch_size=4 '
-        'img_size=32 depth=2 head_dim=48')
+        f'options for train.py, if loaded from a file: --model {ATTN} --num-classes 10 --img-size 32 --model-kwargs '
+        'patch_size=4 img_size=32 depth=2 head_dim=48')
     assert lines[9] == f'written to {tmp_path / "out"}'
 
 
@@ -753,7 +754,7 @@ def test_the_options_it_prints_make_the_model(img_size, tmp_path, capsys):
         parser.add_argument(flag, type=int)
     parser.add_argument('--input-size', nargs=3, type=int)
     parser.add_argument('--model-kwargs', nargs='*', default={}, action=ParseKwargs)
-    options = parser.parse_args(shlex.split(line.removeprefix('for train.py, from a file:')))
+    options = parser.parse_args(shlex.split(line.removeprefix('options for train.py, if loaded from a file:')))
     assert options.input_size == ([1, 16, 32] if img_size == (16, 32) else None)
     assert options.img_size == (None if img_size == (16, 32) else 16)
     model = timm.create_model(

@@ -18,7 +18,7 @@ import torch
 from PIL import Image
 
 import timm_cmhsa
-from timm_cmhsa import cli
+from timm_cmhsa import cli, demo
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / 'docs'
@@ -27,6 +27,7 @@ PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding='utf-8')
 COMMANDS = {
     'convert_checkpoint': (cli.convert_main, cli._convert_parser()[0]),
     'plot_attention': (cli.plot_main, cli._plot_parser()),
+    'python -m timm_cmhsa.demo': (demo.main, demo._parser()),
 }
 SHELL = re.compile(r'^```bash\n(.*?)^```$', re.M | re.S)
 INLINE = re.compile(r'`([^`]+)`')
@@ -110,6 +111,7 @@ def test_the_readme_is_short_and_its_links_work_anywhere():
 
 SMALLER = {  # instead of what would be large, or downloaded
     r'cmhsa_conv_k\d\w*': 'test_cmhsa_conv_k3', r'cmhsa_attn_16x\w+': 'test_cmhsa_attn',
+    'cmhsa_attn_soft_20x96': 'cmhsa_attn_soft',
     r"'pixel_attn_quadratic_gen'": "'test_pixel_attn', rel_pos='quadratic_gen'",
     r"'resnet18', pretrained=True": "'resnet18'",
     r'USER/(?=NAME|PHASE1)': 'alice/'}

@@ -17,7 +17,7 @@ def main() -> None:
     """
     parser = argparse.ArgumentParser(prog='python -m timm_cmhsa', description=__doc__)
     parser.add_argument('script', metavar='SCRIPT')
-    parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER)
+    parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER).required = False  # in the message
     args = parser.parse_args()
     script = args.script
     if not os.path.exists(script):

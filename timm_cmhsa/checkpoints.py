@@ -21,7 +21,7 @@ from .hub.download import PREFIXES, download
 from .images import read_folder
 from .messages import printable
 from .patches import Size2d
-from .phase1 import DTYPES, UNTOLD_ARGS, build_phase1, default_img_size, matching_phase1, told_by_user
+from .phase1 import DTYPES, UNTOLD_ARGS, build_phase1, default_img_size, matching_model, told_by_user
 from .rel_pos import precise_dtype
 from .report import ConversionReport
 
@@ -163,7 +163,7 @@ def load_phase1(
             raise CheckpointError(f'the checkpoint was trained with {key}={known[key]}, where {value} was asked for.')
     registered = checkpoint.architecture if checkpoint.architecture in timm.list_models('*cmhsa*') else None
     if 'img_size' not in known:
-        default = registered or architecture or matching_phase1(checkpoint.state_dict, known)
+        default = registered or matching_model(checkpoint.state_dict, known, architecture)
         known['img_size'], img_size_source = default_img_size(default), f'default of {default}'
     model = build_phase1(checkpoint.state_dict, registered, checkpoint.pretrained_cfg, **known)
     unrounded, state_dict = None, checkpoint.state_dict

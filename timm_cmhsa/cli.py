@@ -66,7 +66,7 @@ def _convert(parser: argparse.ArgumentParser, push_options: Sequence[str], args:
 
 
 def _say_converted(report: ConversionReport, done: str) -> None:
-    say(*str(report).splitlines(), f'for train.py, from a file: {report.train_options}', done)
+    say(*str(report).splitlines(), f'options for train.py, if loaded from a file: {report.train_options}', done)
 
 
 def run_command(
@@ -239,10 +239,12 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
     add('--model', metavar='NAME',
         help='registered phase-2 model (default: the one with tokens of this shape and wide heads)')
     add('--img-size', metavar='N or HxW', type=_size, help='input size, where the checkpoint does not tell')
-    add('--patch-size', metavar='N or HxW', type=_size, help='of patches that are not square, likewise')
-    add('--in-chans', metavar='N', type=int, help='image channels, likewise (default: those of a token, at most 3)')
+    add('--patch-size', metavar='N or HxW', type=_size,
+        help='size of patches that are not square, where the checkpoint does not tell')
+    add('--in-chans', metavar='N', type=int,
+        help='image channels, where the checkpoint does not tell (default: those of a token, at most 3)')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
-        help=f'more arguments of the model, likewise, such as global_pool=max act_layer=relu: '
+        help=f'more arguments of the model that the checkpoint does not tell, such as global_pool=max act_layer=relu: '
              f'{", ".join(UNTOLD_ARGS[3:])} (defaults that are assumed are reported)')
     add('--num-heads', metavar='N', type=int, help="number of heads (default: the model's; with --head-dim: as needed)")
     add('--head-dim', metavar='N', type=int, help="width of a head (default: the model's, mostly that of a token)")
@@ -328,6 +330,6 @@ def _plot_parser() -> argparse.ArgumentParser:
     add('--html', action='store_true', help='write attention.html, a page to explore with the mouse, too')
     add('--model', metavar='NAME', help='name of the model, where the checkpoint does not tell')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
-        help='arguments of the model, likewise')
+        help='arguments of the model, where the checkpoint does not tell')
     add('--version', action='version', version=f'timm_cmhsa {__version__}')
     return parser

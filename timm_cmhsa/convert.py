@@ -17,7 +17,7 @@ from .efficient import is_watched
 from .files import strip_prefixes
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d
-from .phase1 import build_phase1, default_img_size, matching_phase1, told_by_user
+from .phase1 import build_phase1, default_img_size, matching_model, told_by_user
 from .rel_pos import exact_sharpness, precise_dtype
 from .untrusted import CFG
 
@@ -196,7 +196,7 @@ def convert_state_dict(
     state_dict = strip_prefixes(state_dict)
     known = told_by_user(model_kwargs, img_size=img_size, patch_size=patch_size, in_chans=in_chans)
     if 'img_size' not in known:
-        known['img_size'] = default_img_size(matching_phase1(state_dict, known))
+        known['img_size'] = default_img_size(matching_model(state_dict, known))
     model = build_phase1(state_dict, **known)
     heads = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak)
     converted = convert_model(model, 'cmhsa_attn', **heads._asdict())

@@ -163,12 +163,12 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     what = "checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder or hf-hub:USER/NAME"
     add('source', metavar='MODEL', help=what)
-    add('--before', metavar='MODEL', help='the same model before phase 2, likewise')
+    add('--before', metavar='MODEL', help='the same model before phase 2, in any of these forms')
     add('--model', metavar='NAME', help='name of the model, where the files do not tell')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
-        help='arguments of the model, likewise')
+        help='arguments of the model, where the files do not tell')
     add('--host', default='127.0.0.1', help='where to listen; 0.0.0.0 is for everybody (default: %(default)s)')
-    add('--port', metavar='N', type=_port, help='likewise (default: the first free one from 7860 on)')
+    add('--port', metavar='N', type=_port, help='port to listen on (default: the first free one from 7860 on)')
     add('--version', action='version', version=f'timm_cmhsa {__version__}')
     return parser
 

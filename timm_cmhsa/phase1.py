@@ -80,10 +80,14 @@ def told_by_user(model_kwargs: Optional[Mapping[str, Any]], **options: Any) -> D
         raise CheckpointError(f'{e}.') from e
 
 
-def matching_phase1(state_dict: Mapping[str, torch.Tensor], known: Mapping[str, Any]) -> Optional[str]:
-    """Return the first registered phase-1 model with patches of this size, if there is one."""
+def matching_model(
+        state_dict: Mapping[str, torch.Tensor],
+        known: Mapping[str, Any],
+        architecture: Optional[str] = None,
+) -> Optional[str]:
+    """Return a registered model with patches of this size: the architecture asked for, or the first of phase 1."""
     patch_size = to_2tuple(infer_model_args(state_dict, known)['patch_size'])
-    for name in timm.list_models('cmhsa_conv*'):
+    for name in [*([architecture] if architecture else []), *timm.list_models('cmhsa_conv*')]:
         if timm.create_model(name, depth=1, device=torch.device('meta')).patch_embed.patch_size == patch_size:
             return name
     return None
