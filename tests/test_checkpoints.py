@@ -251,6 +251,14 @@ def test_resolution_change_keeps_the_function(src, conv_model, tmp_path):
     assert_same_function(expected, larger, size=(16, 48))
 
 
+def test_rounding_a_model_that_answers_zero(tmp_path):
+    model = create()
+    nn.init.zeros_(model.head.weight)
+    nn.init.zeros_(model.head.bias)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    assert convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out', dtype='bfloat16').rounding_error == 0
+
+
 @pytest.mark.parametrize(('dtype', 'rounding'), [('float64', 1e-6), ('bfloat16', 3e-2), ('float16', 4e-3)])
 def test_dtype(dtype, rounding, src, conv_model, tmp_path):
     report = convert_checkpoint(src, tmp_path / 'out', dtype=dtype)
@@ -379,6 +387,7 @@ def test_error_above_tolerance_writes_nothing(src, tmp_path, capsys):
         convert_checkpoint(src, tmp_path / 'out', sharpness=6)
     assert main([str(src), str(tmp_path / 'out'), '--sharpness', '6']) == 1
     err = capsys.readouterr().err
+    assert err.splitlines()[-1].startswith('convert_checkpoint: error: the error of ')
     assert 'nothing was written' in err
     assert 'for train.py' not in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ['phase1.pth']

@@ -1,6 +1,7 @@
 import copy
 import re
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -12,7 +13,17 @@ from timm.optim import create_optimizer_v2
 from timm.utils import AttentionExtract, reparameterize_model
 from torch import nn
 
-from timm_cmhsa import CmhsaAttn, CmhsaConv, PatchConv2d, conv2d_to_attention, patchify, save_for_hub, unpatchify
+from timm_cmhsa import (
+    CmhsaAttn,
+    CmhsaConv,
+    PatchConv2d,
+    conv2d_to_attention,
+    fuse_shifts,
+    patchify,
+    save_for_hub,
+    unpatchify,
+)
+from timm_cmhsa.cmhsa import point_at_nearest
 from timm_cmhsa.construction import plan_heads
 from timm_cmhsa.encodings import ENCODINGS
 
@@ -22,6 +33,10 @@ TINY = [CONV, ATTN, PIXEL]
 
 def images(*size, batch=2):
     return torch.randn(batch, *(size or (3, 32, 32)))
+
+
+def encodings_of(name):
+    return [rel_pos for rel_pos in ENCODINGS if name == ATTN or rel_pos != 'padded_table']  # which needs a zero key
 
 
 def test_registered_models():
@@ -153,6 +168,16 @@ def test_impossible_combinations_say_what_to_change(kwargs, message):
         timm.create_model(CONV, **kwargs)
 
 
+def test_attention_pooling_of_tokens_of_any_width():
+    for hidden_chans in (1, 3):
+        model = timm.create_model(ATTN, in_chans=1, hidden_chans=hidden_chans, global_pool='map', num_classes=3)
+        assert model(images(1, 32, 32)).shape == (2, 3)
+
+
+def test_numbers_of_heads_can_be_numpys():
+    assert [block.attn.num_heads for block in timm.create_model(ATTN, num_heads=np.int64(2)).blocks] == [2] * 4
+
+
 @pytest.mark.parametrize('kwargs', [dict(num_heads=0), dict(head_dim=0), dict(head_dim=-1)])
 def test_heads_are_positive(kwargs):
     with pytest.raises(ValueError, match='must be positive'):
@@ -161,7 +186,7 @@ def test_heads_are_positive(kwargs):
 
 @pytest.mark.parametrize('name', [ATTN, PIXEL])
 def test_every_encoding_can_be_chosen(name):
-    for rel_pos in ('table', 'quadratic', 'quadratic_gen', 'learned', 'learned_content'):
+    for rel_pos in encodings_of(name):
         model = timm.create_model(name, rel_pos=rel_pos, img_size=(24, 16), depth=1)
         assert {block.attn.rel_pos.name for block in model.blocks} == {rel_pos} == {model.model_args()['rel_pos']}
         x = images(3, 24, 16)
@@ -176,8 +201,7 @@ def test_every_encoding_can_be_chosen(name):
         timm.create_model(name, rel_pos='cubic')
 
 
-@pytest.mark.parametrize('name', [ATTN, PIXEL])
-@pytest.mark.parametrize('rel_pos', ['table', 'quadratic', 'quadratic_gen', 'learned', 'learned_content'])
+@pytest.mark.parametrize(('name', 'rel_pos'), [(name, each) for name in (ATTN, PIXEL) for each in encodings_of(name)])
 def test_weights_of_every_encoding_load_at_another_size(name, rel_pos, tmp_path):
     source = timm.create_model(name, rel_pos=rel_pos, img_size=(24, 16), depth=1)
     torch.save(source.state_dict(), tmp_path / 'weights.pth')
@@ -317,6 +341,21 @@ def test_a_size_that_memory_does_not_hold_leaves_the_model_as_it_was(rel_pos):
     with pytest.raises(RuntimeError, match=r'memory|overflow|too large'):
         model.set_input_size(2 ** (25 if rel_pos.startswith('quadratic') or rel_pos.endswith('table') else 48))
     assert torch.equal(model(x), expected)
+
+
+def test_a_size_that_one_layer_refuses_leaves_the_model_as_it_was():
+    model, x = timm.create_model(ATTN, rel_pos='padded_table', depth=2).eval(), images()
+    for parameter in model.blocks[0].attn.rel_pos.parameters():
+        nn.init.normal_(parameter)
+    point_at_nearest(model.blocks[1].attn.rel_pos)
+    nn.init.zeros_(model.blocks[1].attn.qkv.weight)
+    fuse_shifts(model.blocks[1])
+    expected, parameters = model(x), list(model.parameters())
+    with pytest.raises(ValueError, match='reparameterized'):
+        model.set_input_size(16)
+    assert torch.equal(model(x), expected)
+    assert all(new is old for new, old in zip(model.parameters(), parameters))
+    assert model.patch_embed.img_size == (32, 32)
 
 
 @pytest.mark.parametrize('fused', [True, False])

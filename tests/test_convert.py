@@ -158,14 +158,32 @@ def test_verification_takes_models_as_they_are_and_leaves_them_so():
     assert not any(block.attn._forward_hooks for block in model.blocks)
 
 
+def test_verification_of_a_model_for_inference():
+    model, images = create(), torch.randn(4, 3, 16, 16)
+    report = verify(model, reparameterize_model(convert_model(model)), images)
+    assert report.max_error <= 2e-6
+    assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(None, None)}
+
+
+def test_models_that_cannot_be_compared_are_refused():
+    model, images = create(), torch.randn(4, 3, 16, 16)
+    converted = convert_model(model)
+    with pytest.raises(ValueError, match='Expected a phase-1 model and its rewrite, got CmhsaAttn and CmhsaConv'):
+        verify(converted, model, images)
+    with pytest.raises(ValueError, match='Models of 3 and 2 blocks cannot be compared'):
+        verify(create(depth=3), converted, images)
+    with pytest.raises(ValueError, match='on 0 images'):
+        verify(model, converted, images[:0])
+
+
 def test_what_was_changed_in_the_model_goes_along():
-    model = create()
-    expected = model(torch.randn(2, 3, 16, 16))
+    model, images = create(), torch.randn(2, 3, 16, 16)
+    expected = model(images)
     model.blocks[1].norm2.eps = 0.5
     model.blocks[0].mlp.act = nn.Tanh()
     model.head_drop = nn.Hardtanh(-1e-3, 1e-3)
     assert error(model, convert_model(model)) <= 2e-6
-    assert not torch.allclose(model(torch.randn(2, 3, 16, 16)), expected)
+    assert not torch.allclose(model(images), expected)
 
 
 def test_what_attention_would_drop_is_refused():

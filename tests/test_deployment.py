@@ -140,8 +140,9 @@ def test_created_in_other_types(name, dtype, x):
 @all_forms
 def test_channels_last(name, x):
     model = create(name)
-    torch.testing.assert_close(model.to(memory_format=torch.channels_last)(
-        x.to(memory_format=torch.channels_last)), model(x), atol=1e-5, rtol=1e-5)
+    expected = model(x)
+    actual = model.to(memory_format=torch.channels_last)(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_fused_and_unfused_models_agree(x):

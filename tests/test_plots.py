@@ -10,6 +10,7 @@ import torch
 from matplotlib.patches import Ellipse, Rectangle
 from matplotlib.text import Text
 from PIL import Image
+from timm.utils import ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import RelPosAttention, conv2d_to_attention
@@ -23,6 +24,7 @@ from timm_cmhsa.plots import (
     center_figure,
     data as plot_data,
     explorer,
+    explorer_html,
     gaussians,
     mean_attention,
     plot_attention,
@@ -258,6 +260,14 @@ def test_a_model_in_memory_is_drawn(two_grids, tmp_path):
     assert {path.name for path in paths} == {
         'attention.png', 'attention_image.png', 'centers.png', 'statistics.png', 'attention.html'}
     assert sorted((tmp_path / 'new' / 'folder').iterdir()) == sorted(paths)
+
+
+@pytest.mark.parametrize('wrap', [nn.DataParallel, ModelEmaV3, torch.compile])
+def test_a_wrapped_model_is_drawn(wrap, model, tmp_path):
+    names = {path.name for path in plot_attention(wrap(model), tmp_path, html=True)}
+    assert names == {'attention.png', 'centers.png', 'statistics.png', 'attention.html'}
+    wrapped, images = wrap(model), torch.zeros(1, 3, 32, 32)
+    assert explorer_html(wrapped, images, before=wrapped) == explorer_html(model, images, before=model)
 
 
 def test_layers_without_heads_are_left_out(tmp_path):

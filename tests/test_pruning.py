@@ -1,6 +1,7 @@
 import pytest
 import timm
 import torch
+from timm.models import save_for_hf
 from torch import nn
 
 from timm_cmhsa import prune_degenerate_heads
@@ -72,6 +73,19 @@ def test_pruning_leaves_frozen_what_is_frozen(name):
     prune_degenerate_heads(model)
     assert not any(parameter.requires_grad for parameter in model.parameters())
     assert not any(module.training for module in model.modules())
+
+
+def test_pruned_models_are_shifts_as_before_and_known_to_timm(tmp_path):
+    model = timm.create_model('test_cmhsa_attn', rel_pos='quadratic_gen', num_heads=4, num_classes=3, hard_attn=True)
+    prune_degenerate_heads(model)
+    assert all(block.attn.can_shift() for block in model.blocks)
+    assert model.hard_attn
+    model = degenerate_model('test_cmhsa_attn', num_heads=4, num_classes=3)
+    prune_degenerate_heads(model)
+    if hasattr(timm.models, 'get_model_args'):  # a timm that notes arguments
+        save_for_hf(model, tmp_path)
+        loaded, x = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
+        assert torch.equal(loaded(x), model(x))
 
 
 def test_layer_of_a_pixel_model_can_lose_all_heads():

@@ -7,6 +7,7 @@ import safetensors.torch
 import timm
 import torch
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
+from timm.models import save_for_hf
 from torch import nn
 
 from timm_cmhsa import (
@@ -20,6 +21,7 @@ from timm_cmhsa import (
 )
 from timm_cmhsa.cli import convert_main
 from timm_cmhsa.construction import peak_sharpness, plan_heads
+from timm_cmhsa.plots import load_model
 
 PEAKS = (0.3, 0.75, 0.97, 1 - 1e-6)
 
@@ -186,6 +188,49 @@ def test_soft_heads_of_a_checkpoint_in_half_precision_are_not_rounded(dtype, hea
     weights = safetensors.torch.load_file(tmp_path / 'phase2.safetensors')
     for name, tensor in weights.items():
         assert tensor.dtype == (torch.float32 if '.attn.' in name else getattr(torch, dtype)), name
+
+
+def test_a_checkpoint_in_half_precision_is_drawn_as_exact(tmp_path):
+    model, images = phase1(), torch.randn(2, 3, 16, 16)
+    torch.save(model.state_dict(), tmp_path / 'phase1.pth')
+    convert_checkpoint(tmp_path / 'phase1.pth', tmp_path / 'phase2', img_size=16, peak=0.5, dtype='bfloat16')
+    assert relative_error(load_model(tmp_path / 'phase2').eval()(images), model(images)) <= 0.02  # of rounding the rest
+
+
+def test_peaks_that_half_precision_would_round_are_refused():
+    conv = nn.Conv2d(2, 2, 3, padding=1).half()
+    conv2d_to_attention(conv, 4, 4, peak=0.5)
+    with pytest.raises(ValueError, match=r'peak=0\.05 is too close to 1 / 36, .* for torch\.float16'):
+        conv2d_to_attention(conv, 4, 4, peak=0.05)
+
+
+def test_a_checkpoint_knows_how_its_biases_are_scaled(tmp_path):
+    """Whatever the default: a model that loads it computes the same, one of another encoding refuses it."""
+    model, images = phase1(), torch.randn(2, 3, 16, 16)
+    converted = convert_model(model, peak=0.6)
+    for attn in (block.attn for block in converted.blocks):
+        attn.rel_pos.relative_position_bias_table.data *= 3
+        attn.rel_pos.bias_scale /= 3
+    torch.save(converted.state_dict(), tmp_path / 'model.pth')
+    file = dict(file=str(tmp_path / 'model.pth'), num_classes=3)
+    args = dict(converted.model_args(), pretrained=True, pretrained_cfg_overlay=file)
+    loaded = timm.create_model('cmhsa_attn_soft', **args).eval()
+    assert relative_error(loaded(images), model(images)) <= 2e-6
+    model.set_input_size(24)
+    images = torch.randn(2, 3, 24, 24)
+    loaded = timm.create_model('cmhsa_attn_soft', **{**args, 'img_size': 24}).eval()
+    assert relative_error(loaded(images), model(images)) <= 2e-6
+    with pytest.raises(RuntimeError, match='bias_scale'):
+        timm.create_model('cmhsa_attn', **{**args, 'rel_pos': 'table', 'padding': None})
+
+
+@pytest.mark.skipif(not hasattr(timm.models, 'get_model_args'), reason='this timm notes no arguments')
+@pytest.mark.parametrize('kernel_size', [3, 11])
+def test_timm_saves_and_loads_a_converted_model(kernel_size, tmp_path):
+    model, images = phase1(kernel_size=kernel_size), torch.randn(2, 3, 16, 16)
+    save_for_hf(convert_model(model, 'cmhsa_attn', peak=0.75), tmp_path)
+    loaded = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
+    assert relative_error(loaded(images), model(images)) <= 2e-6
 
 
 def test_a_peak_that_no_head_has_is_not_reported(tmp_path):

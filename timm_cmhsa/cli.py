@@ -81,8 +81,8 @@ def run_command(
     try:
         command()
     except tuple(exit_codes) as e:
-        message = f'{parser.prog}: error: {_in_flags(str(e), parser)}'
-        say(*(message.splitlines() if isinstance(e, VerificationError) else [message]), file=sys.stderr)
+        *report, message = str(e).splitlines() if isinstance(e, VerificationError) else [str(e)]
+        say(*report, f'{parser.prog}: error: {_in_flags(message, parser)}', file=sys.stderr)
         return next(code for kind, code in exit_codes.items() if isinstance(e, kind))
     except KeyboardInterrupt as e:
         say('', f'{parser.prog}: interrupted.', file=sys.stderr)  # on a line of its own: ^C or progress stands there

@@ -6,9 +6,10 @@ A token is a flattened P x P patch of C channels, so its width is d = P * P * C.
 a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with relative position bias. Otherwise
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
+import contextlib
 import math
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Set, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Type, Union
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -22,7 +23,7 @@ from .efficient import is_watched
 from .encodings import POINTABLE, resize_offset_embed
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, padding_of, precise_dtype
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
@@ -98,14 +99,16 @@ class Cmhsa(VisionTransformer):
             raise ValueError(
                 f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
                 f'set hidden_chans to {in_chans} or more.')
+        embed_dim = math.prod(to_2tuple(patch_size)) * hidden_chans
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
             in_chans=in_chans,
             num_classes=num_classes,
             global_pool=global_pool,
-            embed_dim=math.prod(to_2tuple(patch_size)) * hidden_chans,
+            embed_dim=embed_dim,
             depth=depth,
+            num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
             mlp_ratio=mlp_ratio,
             class_token=False,
             pos_embed='none',
@@ -151,19 +154,31 @@ class Cmhsa(VisionTransformer):
                 f'create a new model with that patch_size instead.')
         if img_size is not None:
             _check_divisible(img_size, self.patch_embed.patch_size)
-        old_size = self.patch_embed.img_size
-        super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
-        try:
+        with unchanged_on_error(self):
+            super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
             for block in self.blocks:
                 block.attn.set_grid_size(self.patch_embed.grid_size)
-        except (RuntimeError, ValueError):
-            super().set_input_size(img_size=old_size)
-            for block in self.blocks:
-                block.attn.set_grid_size(self.patch_embed.grid_size)  # what has grown is cropped again
-            raise
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         return x  # There is none to add, and timm's method fails for an empty batch.
+
+
+@contextlib.contextmanager
+def unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Give every module its attributes, parameters and buffers back if an error leaves the block."""
+    kinds = '_parameters', '_buffers', '_modules'
+    before = [(module, {**vars(module), **{kind: dict(vars(module)[kind]) for kind in kinds}})
+              for module in model.modules()]
+    learned = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
+    try:
+        yield
+    except BaseException:
+        for module, attributes in before:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for parameter, is_learned in learned:
+            parameter.requires_grad_(is_learned)
+        raise
 
 
 def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
@@ -251,7 +266,7 @@ class CmhsaAttn(Cmhsa):
         return dict(
             super().model_args(), num_heads=common_num_heads(self.blocks), head_dim=attn.head_dim,
             qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name,
-            padding=attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None)
+            padding=padding_of(attn.rel_pos))
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
@@ -292,16 +307,10 @@ class CmhsaAttn(Cmhsa):
         self.hard_attn = enable
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        old_size = self.patch_embed.img_size
-        super().set_input_size(img_size, patch_size)
-        if not self.hard_attn or _is_on_meta(self):
-            return
-        try:
-            self.set_hard_attn()
-        except ValueError:  # on this grid heads leak too much
-            super().set_input_size(old_size)
-            self.set_hard_attn()
-            raise
+        with unchanged_on_error(self):
+            super().set_input_size(img_size, patch_size)
+            if self.hard_attn and not _is_on_meta(self):
+                self.set_hard_attn()  # which fails if on this grid heads leak too much
 
 
 def _is_on_meta(model: nn.Module) -> bool:
@@ -332,7 +341,7 @@ def point_at_nearest(rel_pos: OffsetRelPos) -> None:
 
 def heads_of_blocks(num_heads: Union[int, Sequence[int]], depth: int) -> List[int]:
     """Return the number of heads of each block, given one for all or a list."""
-    heads = [num_heads] * depth if isinstance(num_heads, int) else list(num_heads)
+    heads = [int(num_heads)] * depth if isinstance(num_heads, (int, Integral)) else list(num_heads)
     if len(heads) != depth:
         raise ValueError(f'num_heads={num_heads} has {len(heads)} numbers for depth={depth} blocks: give one for each.')
     return heads
@@ -364,11 +373,13 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
         elif name.endswith('.rel_pos.col_embed'):
             tensor = resize_offset_embed(tensor, grid_size[1])
         elif name.endswith('.relative_position_bias_table'):
-            rel_pos = modules.get(name.rpartition('.')[0])
+            prefix = name.rpartition('.')[0]
+            rel_pos = modules.get(prefix)
             if isinstance(rel_pos, RelPosTable):
                 source_grid_size = _source_grid_size(model, len(tensor), rel_pos.padding)
                 if source_grid_size is not None and source_grid_size != grid_size:
-                    tensor = rel_pos.resize_table(tensor, source_grid_size, grid_size)
+                    tensor = rel_pos.resize_table(
+                        tensor, source_grid_size, grid_size, state_dict.get(f'{prefix}.bias_scale'))
         out_dict[name] = tensor
     return out_dict
 

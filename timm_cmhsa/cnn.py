@@ -333,7 +333,7 @@ def _cheapest_head_dim(
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
 
     def cost(head_dim: int) -> int:
-        num_heads = len(plan_heads(conv, patch_size, grid_size, head_dim, peak=heads.peak))
+        num_heads = len(plan_heads(conv, patch_size, grid_size, head_dim, heads.rel_pos, heads.peak))
         plain, _ = multiplications(dim, dim_out, head_dim, num_patches)
         return num_heads * (plain + SOFTMAX_MACS * num_patches)
 

@@ -25,7 +25,7 @@ from .patches import Size2d
 from .rel_pos import OffsetRelPos, PaddedRelPosTable, exact_sharpness, precise_dtype
 
 MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
-MAX_ROUNDING = 0.1  # by soft heads, relative to the output
+MAX_ROUNDING = 0.01  # by soft heads, relative to the output
 MAX_HEADS, MAX_HEAD_DIM = 10_000, 100_000
 MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
 
@@ -117,7 +117,8 @@ def conv2d_to_attention(
             arXiv 1911.03584) or 'quadratic_gen' (its Appendix E).
         peak: Weight below 1 that a head gives to its own offset. Heads can then learn where to look, which one-hot ones
             cannot, and the rewrite is still exact. It takes one more wide head, or a few thin ones, and uses a
-            'padded_table'. Heads of offset (0, 0) stay one-hot where that saves heads. By default all heads are.
+            'padded_table'. Heads of offset (0, 0) stay one-hot where that saves heads. In half precision, what heads
+            add and take away is rounded; convert in float32. By default all heads are one-hot.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.

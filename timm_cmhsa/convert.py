@@ -11,6 +11,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from .analysis import eval_mode
+from .attention import RelPosAttention
 from .cmhsa import CmhsaAttn, CmhsaConv, init_patch_identity
 from .construction import HeadOptions, plan_heads, rewrite
 from .efficient import is_watched
@@ -18,7 +19,7 @@ from .files import strip_prefixes
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d
 from .phase1 import build_phase1, default_img_size, matching_model, told_by_user
-from .rel_pos import exact_sharpness, precise_dtype
+from .rel_pos import exact_sharpness, padding_of, precise_dtype
 from .untrusted import CFG
 
 BATCH_SIZE = 8
@@ -65,25 +66,27 @@ def convert_model(
     architecture = architecture or matching_architecture(model, peak)
     heads = fit_heads(model, architecture, HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak))
     args = {key: value for key, value in model.model_args().items() if key != 'kernel_size'}
-    converted = timm.create_model(
+    generator = torch.Generator().manual_seed(0)
+    layers = [rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, heads, generator)
+              for mixer in (block.attn for block in model.blocks)]
+    converted = timm.create_model(  # with all arguments, as timm notes them
         architecture,
         **args,
         **model.drop_rates,
         num_heads=heads.num_heads,
         head_dim=heads.head_dim,
-        rel_pos=heads.rel_pos,
+        rel_pos=layers[0].rel_pos.name,
+        padding=padding_of(layers[0].rel_pos),
         pretrained_cfg_overlay=_pretrained_cfg(model),
         device=torch.device('meta'),
     )
     for name, child in model.named_children():
         if name not in ('patch_embed', 'blocks'):
             setattr(converted, name, copy.deepcopy(child))
-    generator = torch.Generator().manual_seed(0)
-    for i, source in enumerate(model.blocks):
-        mixer, like = source.attn, converted.blocks[i].attn
+    for i, (source, attn) in enumerate(zip(model.blocks, layers)):
+        attn.attn_drop, attn.proj_drop = converted.blocks[i].attn.attn_drop, copy.deepcopy(source.attn.proj_drop)
         converted.blocks[i] = copy.deepcopy(source)
-        converted.blocks[i].attn = attn = rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, heads, generator)
-        attn.attn_drop, attn.proj_drop = like.attn_drop, copy.deepcopy(mixer.proj_drop)
+        converted.blocks[i].attn = attn
     proj, weight = converted.patch_embed.proj, next(model.parameters())
     converted.patch_embed = copy.deepcopy(model.patch_embed)
     converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
@@ -208,14 +211,14 @@ class LayerReport(NamedTuple):
 
     Attributes:
         name: Of the layer in the model.
-        heads_used: Heads that express the convolution.
-        num_heads: All heads.
+        heads_used: Heads that express the convolution; None in a layer that was reparameterized.
+        num_heads: All heads, likewise.
         error: Largest, relative to the convolution's largest output.
         rms_error: Root mean square, relative to that of the convolution's output.
     """
     name: str
-    heads_used: int
-    num_heads: int
+    heads_used: Optional[int]
+    num_heads: Optional[int]
     error: float
     rms_error: float
 
@@ -249,9 +252,19 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
     Args:
         model, converted: Models to compare, or wrappers of them.
         images: Shape (B, C, H, W).
+
+    Raises:
+        ValueError: If these are not a phase-1 and a phase-2 model of as many blocks, or there are no images.
     """
     source: Any = unwrap_model(model)
     target: Any = unwrap_model(converted)
+    if not isinstance(source, CmhsaConv) or not isinstance(target, CmhsaAttn):
+        raise ValueError(
+            f'Expected a phase-1 model and its rewrite, got {type(source).__name__} and {type(target).__name__}.')
+    if len(source.blocks) != len(target.blocks) or not len(images):
+        raise ValueError(
+            f'Models of {len(source.blocks)} and {len(target.blocks)} blocks cannot be compared on {len(images)} '
+            'images: give as many blocks, and one image or more.')
     largest, squares = torch.zeros(2, len(source.blocks) + 1), torch.zeros(2, len(source.blocks) + 1)
     same_class = []
 
@@ -276,8 +289,8 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
     layers = [
         LayerReport(
             name=f'blocks.{i}.attn',
-            heads_used=int(block.attn.used_heads().sum()),
-            num_heads=block.attn.num_heads,
+            heads_used=int(block.attn.used_heads().sum()) if isinstance(block.attn, RelPosAttention) else None,
+            num_heads=block.attn.num_heads if isinstance(block.attn, RelPosAttention) else None,
             error=error,
             rms_error=rms_error,
         )

@@ -2,7 +2,6 @@
 from typing import Any, Dict, List
 
 import torch
-from torch import nn
 
 from .attention import RelPosAttention
 from .encodings import GeneralQuadraticRelPos
@@ -18,7 +17,7 @@ def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
     return degenerate.nonzero().flatten().tolist()
 
 
-def prune_degenerate_heads(model: nn.Module) -> Dict[str, List[int]]:
+def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
     """Remove degenerate heads from a model with the generalized quadratic encoding, in place.
 
     What they contributed is lost; Appendix E trains on for a few epochs, at a tenth of the learning rate. To create
@@ -44,4 +43,8 @@ def prune_degenerate_heads(model: nn.Module) -> Dict[str, List[int]]:
                 f'All {layer.num_heads} heads of {name} are degenerate, and it needs one: nothing was pruned.')
     for name, layer in layers.items():
         layer.keep_heads([head for head in range(layer.num_heads) if head not in pruned[name]])
+    if hasattr(model, '_model_args'):  # what newer versions of timm make the model anew from
+        model._model_args = {**model._model_args, 'num_heads': model.model_args()['num_heads']}
+    if getattr(model, 'hard_attn', False):
+        model.set_hard_attn()
     return pruned

@@ -17,6 +17,8 @@ from torch import nn
 Grid = Tuple[int, int]  # patches per image side, (h, w)
 Mask = Optional[torch.Tensor]  # (..., N, N): whether a query may attend to a key, or what is added to the score
 
+BIAS_SCALE = 30.  # of a padded table, see there
+
 
 @torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
 @register_notrace_function
@@ -163,8 +165,6 @@ class RelPosTable(OffsetRelPos):
     """
     name = 'table'
     head_axis: Mapping[str, int] = {'relative_position_bias_table': 1, 'zero_key_bias': 0}
-    __constants__ = ('bias_scale',)
-    bias_scale = 1.  # what entries of the table are multiplied by
 
     def __init__(
             self,
@@ -182,7 +182,7 @@ class RelPosTable(OffsetRelPos):
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
-        nn.init.trunc_normal_(self.relative_position_bias_table, std=.02 / self.bias_scale, generator=generator)
+        nn.init.trunc_normal_(self.relative_position_bias_table, std=.02, generator=generator)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         table = self.relative_position_bias_table
@@ -190,8 +190,20 @@ class RelPosTable(OffsetRelPos):
         super().set_grid_size(grid_size)
         self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
 
-    def resize_table(self, table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
-        """Return the table of another grid: shape (offsets, num_heads). Interpolation would smear one-hot entries."""
+    def resize_table(
+            self,
+            table: torch.Tensor,
+            grid_size: Grid,
+            new_grid_size: Grid,
+            bias_scale: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
+        """Return the table of another grid: shape (offsets, num_heads). Interpolation would smear one-hot entries.
+
+        Args:
+            table: Biases of all offsets: shape (offsets, num_heads).
+            grid_size, new_grid_size: Grid that it is of, and the other one.
+            bias_scale: What a padded table is multiplied by, if it is of another module.
+        """
         (pad_h, pad_w), (height, width) = self.padding, grid_size
         table_2d = table.reshape(2 * (height + pad_h) - 1, 2 * (width + pad_w) - 1, -1)
         grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
@@ -205,7 +217,7 @@ class RelPosTable(OffsetRelPos):
         assert self.zero_key_bias is not None
         wanted = torch.tensor(offsets, device=self.offsets.device)
         is_wanted = (self.offsets.unsqueeze(1) == wanted).all(dim=-1).any(dim=1)
-        self.relative_position_bias_table[:, head] = is_wanted * (sharpness / self.bias_scale)
+        self.relative_position_bias_table[:, head] = is_wanted * sharpness
         self.zero_key_bias[head] = sharpness / 2
 
 
@@ -215,9 +227,12 @@ class PaddedRelPosTable(RelPosTable):
     Every query then sees the same number of keys, so a head with bias M at one offset and 0 at all others gives its
     offset the same weight everywhere, at the borders too. That makes the rewrite of a convolution exact at any M (see
     docs/theory.md). The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number.
+
+    Biases have to change much more than weights, and Adam's steps are the same for both: so biases are the table times
+    a number, which checkpoints hold.
     """
     name = 'padded_table'
-    bias_scale = 30.  # Biases have to change much more than weights, and Adam's steps are the same for both.
+    bias_scale: torch.Tensor
 
     def __init__(
             self,
@@ -232,13 +247,26 @@ class PaddedRelPosTable(RelPosTable):
             raise ValueError(f'rel_pos={self.name!r} needs a zero key, which these layers do not have.')
         super().__init__(grid_size, num_heads, head_dim, padding=to_2tuple(padding), **dd)
 
-    def resize_table(self, table: torch.Tensor, grid_size: Grid, new_grid_size: Grid) -> torch.Tensor:
+    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
+        super().reset_parameters(generator)
+        table = self.relative_position_bias_table
+        self.register_buffer('bias_scale', torch.tensor(BIAS_SCALE, dtype=table.dtype, device=table.device))
+        table.data /= BIAS_SCALE
+
+    def resize_table(
+            self,
+            table: torch.Tensor,
+            grid_size: Grid,
+            new_grid_size: Grid,
+            bias_scale: Optional[torch.Tensor] = None,
+    ) -> torch.Tensor:
         """Return the table of another grid, in which a head gives its offsets the same weight as before."""
+        scale = (self.bias_scale if bias_scale is None else bias_scale).to(table.device)
         growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
-        bias = table.double() * self.bias_scale
+        bias = table.double() * scale
         # log(1 + growth * (exp(bias) - 1)), without overflow
         grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
-        table = torch.where(bias > 0, grown / self.bias_scale, table.double()).to(table.dtype)
+        table = torch.where(bias > 0, grown / scale, table.double()).to(table.dtype)
         return super().resize_table(table, grid_size, new_grid_size)
 
     def num_keys(self, grid_size: Grid) -> int:
@@ -262,8 +290,14 @@ class PaddedRelPosTable(RelPosTable):
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
         super().point_head(head, offsets, sharpness)
+        self.relative_position_bias_table[:, head] /= self.bias_scale
         assert self.zero_key_bias is not None
         self.zero_key_bias[head] = 0
+
+
+def padding_of(rel_pos: RelPos) -> Optional[Grid]:
+    """Return the padding that the zero key stands for, as an argument of `create_model`: None where it has none."""
+    return rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else None
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional
 from torch import nn
 
 import timm_cmhsa
-from timm_cmhsa.rel_pos import PaddedRelPosTable
+from timm_cmhsa.rel_pos import BIAS_SCALE, PaddedRelPosTable
 
 from .photos import IMG_SIZE
 
@@ -59,7 +59,7 @@ def one_hot_and_spare(scale: float) -> Callable:
     return lambda model: with_bias_scale(timm_cmhsa.convert_model(model, 'cmhsa_attn_soft'), scale)
 
 
-def soft(peak: float, is_thin: bool = False, scale: float = PaddedRelPosTable.bias_scale) -> Callable:
+def soft(peak: float, is_thin: bool = False, scale: float = BIAS_SCALE) -> Callable:
     """Return how to rewrite a model with soft heads whose biases learn so many times as fast as weights."""
     def rewrite(model: Any) -> nn.Module:
         model = timm_cmhsa.convert_model(model, head_dim=model.embed_dim // 2 if is_thin else None, peak=peak)
@@ -72,7 +72,7 @@ def with_bias_scale(model: nn.Module, scale: float) -> nn.Module:
     for module in model.modules():
         if isinstance(module, PaddedRelPosTable):
             module.relative_position_bias_table.data *= module.bias_scale / scale
-            module.bias_scale = scale
+            module.bias_scale.fill_(scale)
     return model
 
 

@@ -1,4 +1,5 @@
 """What pictures of attention are made of: the models of checkpoints, and what their heads do."""
+import functools
 import math
 import re
 import textwrap
@@ -8,6 +9,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 
 import timm
 import torch
+from timm.utils import unwrap_model
 from torch import nn
 
 from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
@@ -71,10 +73,12 @@ def load_model(
         checked_args(args)
         classifier = checkpoint.state_dict.get(f"{timm.get_pretrained_cfg_value(name, 'classifier')}.weight")
         args['num_classes'] = 0 if classifier is None else len(classifier)
-        return build_model(name, args, checkpoint.pretrained_cfg, checkpoint.state_dict)
+        built = build_model(name, args, checkpoint.pretrained_cfg, checkpoint.state_dict)
     except Exception as e:  # timm's layers raise many kinds
         reason = printable(textwrap.shorten(str(e), 300, placeholder='...'))
         raise CheckpointError(f'{path} cannot be loaded as {name} with {shorten(args)}: {reason}') from e
+    # soft attention is in float32 at least, whatever the rest is
+    return built.to(functools.reduce(torch.promote_types, {parameter.dtype for parameter in built.parameters()}))
 
 
 def open_models(
@@ -84,7 +88,8 @@ def open_models(
 ) -> Iterator[Tuple[str, nn.Module]]:
     """Yield the title and the model of every checkpoint, one after the other, or those of a model itself."""
     if isinstance(source, nn.Module):
-        yield model_name(source), source
+        unwrapped = unwrap_model(source)
+        yield model_name(unwrapped), unwrapped
         return
     paths = [source] if isinstance(source, (str, Path)) else list(source)
     if not paths:

@@ -7,6 +7,7 @@ from typing import Any, Container, Dict, List, Mapping, Optional, Sequence
 
 import torch
 from PIL import Image
+from timm.utils import unwrap_model
 from torch import nn
 
 from ..analysis import AttentionMaps
@@ -39,11 +40,13 @@ def explorer_html(
     Raises:
         PlotError: If the page would be too large, a model has no attention, or the two have other layers or heads.
     """
+    model, before = unwrap_model(model), None if before is None else unwrap_model(before)
     shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
     if before is not None:
         check_alike(model, before)
     check_page_size(shown, len(images), 1 if before is None else 2)
-    encoded = {key: _encode_images(each, images, shown) for key, each in (('maps', model), ('before', before)) if each}
+    encoded = {key: _encode_images(each, images, shown)
+               for key, each in (('maps', model), ('before', before)) if each is not None}
     titles = titles or [f'image {i + 1}' for i in range(len(images))]
     data: Dict[str, Any] = {
         'model': model_name(model),
