@@ -552,10 +552,11 @@ def test_what_is_refused_leaves_the_model_as_it_was():
 def test_a_grid_on_which_heads_leak_too_much_is_refused():
     model = converted(sharpness=28.)
     model.set_hard_attn()
-    expected = model(IMAGES)
+    expected, learned = model(IMAGES), [parameter.requires_grad for parameter in model.parameters()]
     with pytest.raises(ValueError, match='8 of 9 heads do not'):
         model.set_input_size(64)
     assert model.hard_attn
+    assert [parameter.requires_grad for parameter in model.parameters()] == learned
     assert model.patch_embed.img_size == (32, 32)
     assert torch.equal(model(IMAGES), expected)
     model.set_hard_attn(False)
