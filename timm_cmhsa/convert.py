@@ -9,6 +9,7 @@ import timm
 import torch
 from timm.utils import unwrap_model
 from torch import nn
+from tqdm import tqdm
 
 from .analysis import eval_mode
 from .attention import RelPosAttention
@@ -279,7 +280,7 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
         for i, block in enumerate(source.blocks):
             stack.enter_context(block.attn.register_forward_hook(
                 lambda _, inputs, output, i=i: compare(i, output, target.blocks[i].attn(inputs[0]))))
-        for batch in images.split(BATCH_SIZE):
+        for batch in tqdm(images.split(BATCH_SIZE), 'verifying', leave=False, disable=None):  # None: in a terminal
             expected, actual = source(batch), target(batch)
             compare(-1, expected, actual)
             same_class.append(expected.argmax(dim=-1) == actual.argmax(dim=-1))
