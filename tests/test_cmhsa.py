@@ -42,8 +42,8 @@ def encodings_of(name):
 def test_registered_models():
     assert [name for name in timm.list_models('*cmhsa*') if not name.startswith('other')] == [  # of other tests
         'cmhsa_attn', 'cmhsa_attn_16x48_patch4_32', 'cmhsa_attn_16x96', 'cmhsa_attn_patch4_32', 'cmhsa_attn_soft',
-        'cmhsa_attn_soft_20x96', 'cmhsa_attn_soft_patch4_32', 'cmhsa_conv_k3', 'cmhsa_conv_k3_patch4_32',
-        'cmhsa_conv_k5', 'cmhsa_conv_k5_patch4_32', 'test_cmhsa_attn', 'test_cmhsa_conv_k3']
+        'cmhsa_attn_soft_20x48_patch4_32', 'cmhsa_attn_soft_20x96', 'cmhsa_attn_soft_patch4_32', 'cmhsa_conv_k3',
+        'cmhsa_conv_k3_patch4_32', 'cmhsa_conv_k5', 'cmhsa_conv_k5_patch4_32', 'test_cmhsa_attn', 'test_cmhsa_conv_k3']
     assert set(timm.list_models('cmhsa*')) <= set(timm.list_models(module='cmhsa'))
 
 
@@ -73,14 +73,17 @@ def test_phase_2_is_the_papers():
     assert model.patch_embed.proj.weight.requires_grad
 
 
-@pytest.mark.parametrize(('name', 'kernel_size', 'head_dim'), [
-    ('cmhsa_attn_16x96', 3, 96), ('cmhsa_attn_16x96', 5, 96), ('cmhsa_attn_16x48_patch4_32', 5, 48)])
-def test_thin_heads_express_the_convolution(name, kernel_size, head_dim):
+@pytest.mark.parametrize(('name', 'kernel_size', 'num_heads', 'head_dim', 'peak'), [
+    ('cmhsa_attn_16x96', 3, 16, 96, None), ('cmhsa_attn_16x96', 5, 16, 96, None),
+    ('cmhsa_attn_16x48_patch4_32', 5, 16, 48, None),
+    ('cmhsa_attn_soft_20x96', 5, 20, 96, 0.75), ('cmhsa_attn_soft_20x48_patch4_32', 5, 20, 48, 0.75)])
+def test_thin_heads_express_the_convolution(name, kernel_size, num_heads, head_dim, peak):
     model = timm.create_model(name, device='meta')
     attn = model.blocks[0].attn
-    assert (attn.num_heads, attn.head_dim) == (16, head_dim)
+    assert (attn.num_heads, attn.head_dim) == (num_heads, head_dim)
     conv = nn.Conv2d(model.hidden_chans, model.hidden_chans, kernel_size, padding=kernel_size // 2)
-    assert len(plan_heads(conv, model.patch_embed.patch_size, model.patch_embed.grid_size, head_dim)) == 16
+    patch_size, grid_size = model.patch_embed.patch_size, model.patch_embed.grid_size
+    assert len(plan_heads(conv, patch_size, grid_size, head_dim, peak=peak)) == num_heads
 
 
 def test_a_reparameterized_model_cannot_be_built_anew():

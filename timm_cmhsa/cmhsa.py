@@ -435,6 +435,7 @@ default_cfgs = generate_default_cfgs({
     'cmhsa_attn_patch4_32': cfg(**_SMALL),
     'cmhsa_attn_16x48_patch4_32': cfg(**_SMALL),
     'cmhsa_attn_soft_patch4_32': cfg(**_SMALL),
+    'cmhsa_attn_soft_20x48_patch4_32': cfg(**_SMALL),
 
     'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
     'test_cmhsa_attn': cfg(**_SMALL),
@@ -511,6 +512,14 @@ def cmhsa_attn_soft_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaA
     """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 10 soft heads of 192. """
     return create_cmhsa(
         CmhsaAttn, 'cmhsa_attn_soft_patch4_32', pretrained, kwargs, num_heads=10, rel_pos='padded_table', **_PATCH4_32)
+
+
+@register_model
+def cmhsa_attn_soft_20x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 20 thin soft heads of 48. """
+    return create_cmhsa(
+        CmhsaAttn, 'cmhsa_attn_soft_20x48_patch4_32', pretrained, kwargs, num_heads=20, head_dim=48,
+        rel_pos='padded_table', **_PATCH4_32)
 
 
 @register_model
