@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, to_2tuple
 from torch import nn
 
-from .certificates import TOLERANCE, max_content_score, proved_shifts
+from .certificates import MAX_LEAK, max_content_score, proved_shifts
 from .efficient import (
     AbsorbedRelPosAttention,
     absorb_weights,
@@ -154,7 +154,7 @@ class RelPosAttention(ShiftableAttention, Attention):
         strangers = sum(is_used and shift is None for is_used, shift in zip(self.used_heads().tolist(), shifts))
         if strangers or not any(shifts):
             raise ValueError(
-                f'hard_attn is for heads that give all but {TOLERANCE:g} of their attention to one offset, whatever '
+                f'hard_attn is for heads that give all but {MAX_LEAK:g} of their attention to one offset, whatever '
                 f'the image is. {strangers or self.num_heads} of {self.num_heads} heads do not: train them as '
                 'attention.')
         return shifts

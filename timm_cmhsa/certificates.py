@@ -21,7 +21,7 @@ from .shifts import BORDERS, Factors, Shift
 if TYPE_CHECKING:
     from .shiftable import ShiftableAttention
 
-TOLERANCE = 1e-4  # largest share of its attention that a shift may give to other patches
+MAX_LEAK = 1e-4  # largest share of its attention that a shift may give to other patches
 MAX_BIAS_ENTRIES = 2 ** 24  # that are looked at together: 128 MB in float64
 
 
@@ -129,7 +129,7 @@ def proved_leaks(layer: 'ShiftableAttention', winners: BiasWinners, norm: Option
 def proved_shifts(
         layer: 'ShiftableAttention',
         norm: Optional[nn.Module] = None,
-        tolerance: float = TOLERANCE,
+        tolerance: float = MAX_LEAK,
 ) -> List[Optional[Shift]]:
     """Return the shift of every head that is one by proof, None for the others.
 

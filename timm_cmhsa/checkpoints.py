@@ -25,7 +25,7 @@ from .phase1 import DTYPES, UNTOLD_ARGS, build_phase1, default_img_size, matchin
 from .rel_pos import precise_dtype
 from .report import ConversionReport
 
-TOLERANCE = 1e-4
+MAX_ERROR = 1e-4  # of the logits and of a layer, relative to the largest value
 NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
 ASSUMED_ARGS = ('patch_size', 'in_chans', 'global_pool', 'norm_layer', 'act_layer')  # that fit the tensors as well
 DEFAULT_LAYERS = {'norm_layer': 'layernorm', 'act_layer': 'gelu'}  # timm's names of them
@@ -241,7 +241,7 @@ def convert_and_verify(
         **vars(measured),
     )
     if tolerance is None:
-        tolerance = math.inf if heads.approximate else TOLERANCE
+        tolerance = math.inf if heads.approximate else MAX_ERROR
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '

@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, TextI
 from timm.utils import ParseKwargs
 
 from .checkpoints import (
-    TOLERANCE,
+    MAX_ERROR,
     VerificationError,
     check_options,
     convert_and_verify,
@@ -261,7 +261,7 @@ def _convert_parser() -> Tuple[argparse.ArgumentParser, List[str]]:
         help="type of the written tensors (default: the source's); the error of rounding to it is reported separately")
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder too, 64 of them at most')
     add('--tolerance', metavar='E', type=float,
-        help=f'largest accepted error, relative to the largest value (default: {TOLERANCE}; where approximate, any)')
+        help=f'largest accepted error, relative to the largest value (default: {MAX_ERROR}; where approximate, any)')
     add('--force', action='store_true', help='overwrite DST (and nothing on the Hub)')
     add('--version', action='version', version=f'timm_cmhsa {__version__}')
     return parser, _add_push_options(parser)

@@ -290,7 +290,7 @@ class CmhsaAttn(Cmhsa):
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute the heads of all blocks as shifts, for training too, or as attention again.
 
-        Shifts cost less. Parameters are the same for both, and so is the function, up to `certificates.TOLERANCE` of
+        Shifts cost less. Parameters are the same for both, and so is the function, up to `certificates.MAX_LEAK` of
         the attention. While heads are shifts, biases are frozen and queries and keys do not learn; where attention is
         not to be fused (`TIMM_FUSED_ATTN=0`), the model computes attention all the same. Make the optimizer afterwards,
         and call this again after loading weights into single blocks.

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .analysis import AttentionMaps, attention_layers, attention_maps, eval_mode
-from .certificates import TOLERANCE, bias_winners, max_output_error, proved_leaks
+from .certificates import MAX_LEAK, bias_winners, max_output_error, proved_leaks
 from .cmhsa import CmhsaBlock
 from .shiftable import ShiftableAttention
 from .shifts import Shift, ShiftedAttention
@@ -54,7 +54,7 @@ class ShiftReports(List[ShiftReport]):
 def fuse_shifts(
         model: nn.Module,
         images: Optional[torch.Tensor] = None,
-        tolerance: float = TOLERANCE,
+        tolerance: float = MAX_LEAK,
 ) -> ShiftReports:
     """Compute heads that are shifts as such, in place, for inference.
 

@@ -8,7 +8,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from .attention import RelPosAttention
-from .certificates import TOLERANCE, proved_shifts
+from .certificates import MAX_LEAK, proved_shifts
 from .patches import Size2d
 
 
@@ -29,7 +29,7 @@ def attention_to_conv2d(
         patch_size: Size2d,
         stride: Size2d = 1,
         norm: Optional[nn.Module] = None,
-        tolerance: float = TOLERANCE,
+        tolerance: float = MAX_LEAK,
 ) -> Conv2dResult:
     """Rewrite self-attention on patches as a convolution: the inverse of `conv2d_to_attention` (Theorem 1).
 

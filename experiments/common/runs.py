@@ -20,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 import timm_cmhsa
-from timm_cmhsa.checkpoints import TOLERANCE
+from timm_cmhsa.checkpoints import MAX_ERROR
 
 from .data import split_digits
 from .pool import make_pool
@@ -141,7 +141,7 @@ def convert(run: Run, phase1: Run, output: Path) -> nn.Module:
         num_heads=run.stage.model_args.get('num_heads'),
         head_dim=run.stage.model_args.get('head_dim'),
         sharpness=run.sharpness,
-        tolerance=TOLERANCE if run.sharpness is None else math.inf,
+        tolerance=MAX_ERROR if run.sharpness is None else math.inf,
         force=True,
     )
     return timm.create_model(f'local-dir:{folder}', pretrained=True)
