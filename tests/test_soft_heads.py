@@ -20,6 +20,7 @@ from timm_cmhsa import (
     patchify,
 )
 from timm_cmhsa.cli import convert_main
+from timm_cmhsa.cmhsa import checkpoint_filter_fn
 from timm_cmhsa.construction import peak_sharpness, plan_heads
 from timm_cmhsa.plots import load_model
 
@@ -222,6 +223,14 @@ def test_a_checkpoint_knows_how_its_biases_are_scaled(tmp_path):
     assert relative_error(loaded(images), model(images)) <= 2e-6
     with pytest.raises(RuntimeError, match='bias_scale'):
         timm.create_model('cmhsa_attn', **{**args, 'rel_pos': 'table', 'padding': None})
+
+
+def test_a_scale_of_another_shape_is_refused_without_filling_the_memory():
+    weights = {name: torch.ones(()).expand(10 ** 9, 1, 1) if name.endswith('bias_scale') else tensor
+               for name, tensor in convert_model(phase1(), peak=0.6).state_dict().items()}
+    model = timm.create_model('cmhsa_attn_soft_patch4_32', img_size=24, hidden_chans=3, depth=2, num_classes=3)
+    with pytest.raises(RuntimeError, match=r'size mismatch for .*bias_scale'):
+        model.load_state_dict(checkpoint_filter_fn(weights, model))
 
 
 @pytest.mark.skipif(not hasattr(timm.models, 'get_model_args'), reason='this timm notes no arguments')

@@ -378,8 +378,10 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
             if isinstance(rel_pos, RelPosTable):
                 source_grid_size = _source_grid_size(model, len(tensor), rel_pos.padding)
                 if source_grid_size is not None and source_grid_size != grid_size:
-                    tensor = rel_pos.resize_table(
-                        tensor, source_grid_size, grid_size, state_dict.get(f'{prefix}.bias_scale'))
+                    scale = state_dict.get(f'{prefix}.bias_scale')
+                    if scale is not None and scale.ndim:  # refused when it is loaded; here it could fill the memory
+                        scale = None
+                    tensor = rel_pos.resize_table(tensor, source_grid_size, grid_size, scale)
         out_dict[name] = tensor
     return out_dict
 
