@@ -420,7 +420,7 @@ def test_natural_images_stopped(number, tmp_path):
         os.killpg(process.pid, number)  # as a terminal does
     else:
         process.kill()
-    error = process.communicate(timeout=60)[1]  # until no process has this pipe open
+    error = process.communicate(timeout=600)[1]  # until no process has this pipe open
     if number == signal.SIGINT:
         assert error.endswith('Stopped. The same command goes on from here.\n')
         assert 'Traceback' not in error
