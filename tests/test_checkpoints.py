@@ -121,6 +121,7 @@ def test_safetensors_and_local_dir(conv_model, tmp_path):
     dict(kernel_size=11),  # reaches beyond the neighbouring patch: 25 heads
     dict(patch_size=8, hidden_chans=2, in_chans=2),
     dict(depth=2, mlp_ratio=1.5, num_classes=0),
+    dict(init_values=0.1),
     dict(patch_size=4, hidden_chans=4, mlp_ratio=15.01 / 64),
 ])
 def test_shape_is_read_from_the_tensors(kwargs, tmp_path):

@@ -108,7 +108,7 @@ def has_xet():
     (CONV, dict(hidden_chans=5, patch_size=(2, 4), depth=2, mlp_ratio=1.5, fc_norm=True)),
     (CONV, dict(num_classes=0)),
     (ATTN, dict(num_heads=4, head_dim=24, qkv_bias=False, attn_drop_rate=0.1)),
-    (ATTN, dict(norm_layer='rmsnorm', act_layer='silu', global_pool='max')),
+    (ATTN, dict(norm_layer='rmsnorm', act_layer='silu', global_pool='max', init_values=0.1)),
 ])
 def test_models_of_any_shape(name, kwargs, hub):
     model = create(name, **kwargs)

@@ -60,6 +60,7 @@ class Cmhsa(VisionTransformer):
             fc_norm: Optional[bool] = False,
             depth: int = 6,
             mlp_ratio: float = 4.,
+            init_values: Optional[float] = None,
             drop_rate: float = 0.,
             proj_drop_rate: float = 0.,
             attn_drop_rate: float = 0.,
@@ -80,6 +81,7 @@ class Cmhsa(VisionTransformer):
             fc_norm: Normalize after the pooling instead of before.
             depth: Number of blocks.
             mlp_ratio: Ratio of MLP hidden width to token width.
+            init_values: Initial values of layer scale; None for no layer scale.
             drop_rate: Head dropout rate.
             proj_drop_rate: Dropout rate of token mixers and MLPs.
             attn_drop_rate: Dropout rate of the attention weights; phase 1 has none.
@@ -110,6 +112,7 @@ class Cmhsa(VisionTransformer):
             depth=depth,
             num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
             mlp_ratio=mlp_ratio,
+            init_values=init_values,
             class_token=False,
             pos_embed='none',
             fc_norm=fc_norm,
@@ -126,7 +129,7 @@ class Cmhsa(VisionTransformer):
         self.in_chans, self.hidden_chans = in_chans, hidden_chans
         self.fixed_args = dict(
             patch_size=to_2tuple(patch_size), in_chans=in_chans, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio,
-            fc_norm=fc_norm, norm_layer=norm_layer, act_layer=act_layer)
+            init_values=init_values, fc_norm=fc_norm, norm_layer=norm_layer, act_layer=act_layer)
         self.drop_rates = dict(
             drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate)

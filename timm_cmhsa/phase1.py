@@ -53,6 +53,7 @@ def infer_model_args(state_dict: Mapping[str, torch.Tensor], known: Mapping[str,
         'depth': len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
         'mlp_ratio': mlp_ratio(state_dict['blocks.0.mlp.fc1.weight'].shape[0], embed_dim),
         'kernel_size': tuple(kernel.shape[2:]),
+        'init_values': 1e-5 if 'blocks.0.ls1.gamma' in state_dict else None,  # these are in the tensors
     }
     try:
         checked_args(told)

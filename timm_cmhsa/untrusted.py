@@ -77,7 +77,7 @@ _RATE = _number(0, 1)
 ARGS: Dict[str, Rule] = {
     'img_size': _size(2 ** 12), 'patch_size': _size(2 ** 10), 'kernel_size': _size(255),
     'in_chans': _int(1, 1000), 'hidden_chans': _int(1, 10_000), 'num_classes': _int(0, 10 ** 6),
-    'depth': _int(1, 200), 'mlp_ratio': _number(0, 1000),
+    'depth': _int(1, 200), 'mlp_ratio': _number(0, 1000), 'init_values': _number(-1000, 1000),
     'num_heads': _either(_HEADS, _list_of(_HEADS, 1000)), 'head_dim': _int(1, MAX_HEAD_DIM),
     'qkv_bias': _one_of(True, False), 'rel_pos': _one_of(*ENCODINGS), 'padding': _size(2 ** 12, low=0),
     'global_pool': _one_of('', 'avg', 'avgmax', 'max', 'map', 'prr'),
