@@ -123,7 +123,9 @@ def test_theorem_1_alone_is_wrong_at_the_borders():
     nn.init.constant_(attn.rel_pos.zero_key_bias, float('-inf'))
     actual, expected = unpatchify(attn(patchify(images, 8)), 8, 4), conv(images)
     assert relative_error(actual[..., 8:-8, 8:-8], expected[..., 8:-8, 8:-8]) <= 2e-6
-    assert relative_error(actual, expected) > 1e-3
+    off = F.max_pool2d((actual - expected).abs().amax(dim=1), 8)  # of every patch
+    off[:, 1:-1, 1:-1] = math.inf
+    assert off.min() > 1e-2 * expected.abs().max()
 
 
 @pytest.mark.parametrize(('kernel_size', 'patch_size', 'num_heads'), [

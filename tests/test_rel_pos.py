@@ -240,7 +240,7 @@ def test_chunks_give_way_to_masks_and_maps():
 
 
 def test_starts():
-    """Centres N(0, 2 I) as in Section 4.2; square roots of inverse covariances near the identity as in Appendix E."""
+    """Centres N(0, 2 I) as in Section 4.2; square roots of inverse covariances near the identity."""
     rel_pos = create_rel_pos('quadratic_gen', (4, 4), 4000, 8)
     assert rel_pos.center.var().item() == pytest.approx(2, rel=0.1)
     assert abs(rel_pos.center.mean().item()) < 0.1

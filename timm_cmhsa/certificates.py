@@ -86,7 +86,7 @@ def max_content_score(
         scale: float,
         norm: Optional[nn.Module] = None,
 ) -> torch.Tensor:
-    """Return the largest |scale * q^T k| of every head, over all tokens that the norm can put out: (num_heads,).
+    """Return a bound of |scale * q^T k| of every head, for all tokens that the norm can put out: (num_heads,).
 
     Without a LayerNorm there is no bound, unless queries or keys are zero.
     """
@@ -118,7 +118,7 @@ def _norm_of(weight: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
 
 
 def proved_leaks(layer: 'ShiftableAttention', winners: BiasWinners, norm: Optional[nn.Module] = None) -> torch.Tensor:
-    """Return the largest share of its attention that a head can give to other keys, whatever the image is."""
+    """Return a bound of the share of its attention that a head can give to other keys, whatever the image is."""
     if not any(winners.shifts):
         return torch.ones(layer.num_heads, dtype=torch.double, device='cpu')
     content = layer.max_content_score(norm)  # the zero key has none

@@ -145,7 +145,7 @@ class Cmhsa(VisionTransformer):
         return {name for name, _ in self.named_parameters() if '.rel_pos.' in name}
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        """Change the input resolution, pixels; every offset between patches keeps its bias.
+        """Change the input resolution, pixels; what is known of every offset between patches is kept.
 
         Raises:
             ValueError: If the image is not divisible by the patch, or the patch size would change.

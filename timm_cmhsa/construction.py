@@ -108,17 +108,18 @@ def conv2d_to_attention(
         num_heads: Number of heads, N_H; by default as many as needed.
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Several thinner heads share an
             offset.
-        sharpness: Bias M of the wanted offset, where the zero key has M / 2 and all others 0; by default
-            `exact_sharpness`. A lower one is less exact. It is alpha of the quadratic encodings, whose biases are
-            0, -M / 2, and -M times the squared distance.
+        sharpness: Bias M of the wanted offset of a one-hot head, where the zero key has M / 2 (in a 'padded_table'
+            what the padding sums up to) and all others 0; by default `exact_sharpness`. A lower one is less exact. It
+            is alpha of the quadratic encodings, whose biases are 0, -M / 2, and -M times the squared distance.
         approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
             whose heads attend to one offset each (see `best_factors`) instead of raising an error.
         rel_pos: Relative position encoding: 'table' (Theorem 1), 'padded_table', 'quadratic' (Lemma 2 of
             arXiv 1911.03584) or 'quadratic_gen' (its Appendix E).
-        peak: Weight below 1 that a head gives to its own offset. Heads can then learn where to look, which one-hot ones
-            cannot, and the rewrite is still exact. It takes one more wide head, or a few thin ones, and uses a
-            'padded_table'. Heads of offset (0, 0) stay one-hot where that saves heads. In half precision, what heads
-            add and take away is rounded; convert in float32. By default all heads are one-hot.
+        peak: Weight that a head gives to its own offset, below 1 and above that of a mean over all patches. Heads can
+            then learn where to look, which one-hot ones cannot, and the rewrite is still exact. It takes one more wide
+            head, or a few thin ones, and uses a 'padded_table'. Heads of offset (0, 0) stay one-hot where that saves
+            heads. In half precision, what heads add and take away is rounded; convert in float32. By default all heads
+            are one-hot.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -220,9 +221,9 @@ def plan_heads(
 ) -> List[Head]:
     """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole.
 
-    With full-width heads and a grid that is larger than the kernel's reach, these are the
-    (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, those that take the mean away come last. Arguments
-    and errors are those of `conv2d_to_attention`.
+    With full-width heads, an odd kernel without stride and dilation, and a grid that is larger than its reach, these
+    are the (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, those that take the mean away come last.
+    Arguments and errors are those of `conv2d_to_attention`.
     """
     _check_plain(conv)
     HeadOptions(head_dim=head_dim, rel_pos=rel_pos).check()

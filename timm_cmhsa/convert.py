@@ -47,7 +47,7 @@ def convert_model(
         architecture: Registered phase-2 model to convert to; by default the one with tokens of this shape and wide
             heads, or else `cmhsa_attn`.
         num_heads: Number of heads; by default the architecture's, or as many as needed if `head_dim` is given or these
-            are more (the architecture's all the same where `approximate`).
+            are more (the architecture's all the same where `approximate` without a `head_dim`).
         head_dim: Width of a head; by default the architecture's.
         sharpness, approximate, rel_pos, peak: See `conv2d_to_attention`.
 
@@ -191,7 +191,7 @@ def convert_state_dict(
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 
     See `convert_checkpoint` for what tensors do not tell, and `convert_model` for the others. The result is for a
-    `cmhsa_attn`, with a peak for a `cmhsa_attn_soft`, with the same layers and pooling.
+    `cmhsa_attn`, with soft heads for a `cmhsa_attn_soft`, with the same layers and pooling.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model, or the image size is not known.

@@ -14,7 +14,8 @@ class QuadraticRelPos(OffsetRelPos):
     """A round Gaussian of the offset for every head: bias -alpha * |offset - center|^2, alpha = inv_std^2 / 2.
 
     Equation 9 of arXiv 1911.03584, up to a term that is the same for all keys. Centres start at N(0, 2 I), in patches,
-    as in its Section 4.2, and widths at one patch, with noise of 1 %. Nothing depends on the size of the grid.
+    as in its Section 4.2, and widths at one patch, with noise of standard deviation 0.01. Nothing depends on the size
+    of the grid.
     """
     name = 'quadratic'
     head_axis: Mapping[str, int] = {'center': 0, 'inv_std': 0, 'zero_key_bias': 0}
@@ -62,7 +63,7 @@ class QuadraticRelPos(OffsetRelPos):
 class GeneralQuadraticRelPos(QuadraticRelPos):
     """A Gaussian of any shape: bias -(offset - center)^T Sigma^-1 (offset - center) / 2, Sigma^-1 = inv_std inv_std^T.
 
-    Equation 19 of arXiv 1911.03584 (Appendix E), up to a term that is the same for all keys.
+    Equation 19 of arXiv 1911.03584 (Appendix E).
     """
     name = 'quadratic_gen'
 

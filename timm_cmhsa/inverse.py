@@ -34,8 +34,8 @@ def attention_to_conv2d(
     """Rewrite self-attention on patches as a convolution: the inverse of `conv2d_to_attention` (Theorem 1).
 
     Every pair of an input and an output pixel has a weight, by the heads at the offset between their patches. In a
-    convolution it depends on the displacement between the pixels alone. The kernel takes the mean over all pairs with
-    the same displacement, which is the closest convolution.
+    convolution it depends on the displacement between the pixels alone. The kernel takes the mean over the output
+    pixels of a patch, for each displacement: no convolution is closer to what the heads apply at every offset.
 
     Args:
         attn: Maps tokens of shape (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).

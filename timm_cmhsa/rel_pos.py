@@ -60,7 +60,7 @@ class RelPos(nn.Module):
             nn.init.zeros_(self.zero_key_bias)
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        """Change the grid. An offset means the same at any grid size, so it keeps its bias."""
+        """Change the grid. An offset means the same at any grid size, so what is known of it is kept."""
         self.grid_size = grid_size
 
     def keep_heads(self, heads: List[int]) -> None:
@@ -146,7 +146,7 @@ class OffsetRelPos(RelPos):
         """Make a head attend to one offset, or to the zero key where that offset is outside the image.
 
         The bias of the offset (with circular padding, of all offsets that lead to the same patch around the image) is
-        larger by the sharpness than that of all others; the zero key's lies between.
+        larger by the sharpness than that of all others. The zero key's lies between, if it does not stand for padding.
         """
         raise NotImplementedError
 
@@ -260,7 +260,10 @@ class PaddedRelPosTable(RelPosTable):
             new_grid_size: Grid,
             bias_scale: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Return the table of another grid, in which a head gives its offsets the same weight as before."""
+        """Return the table of another grid, in which an offset with a bias above 0 has the same weight as before.
+
+        (What exp(bias) has above 1 grows with the number of keys, see docs/theory.md.)
+        """
         scale = (self.bias_scale if bias_scale is None else bias_scale).to(table.device)
         growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
         bias = table.double() * scale
@@ -324,6 +327,6 @@ class OnGrid:
         return self.rel_pos.grid_size
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        """Change the grid; every offset keeps its bias."""
+        """Change the grid; what is known of every offset is kept."""
         if grid_size != self.grid_size:
             self.rel_pos.set_grid_size(grid_size)
