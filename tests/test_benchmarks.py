@@ -106,7 +106,7 @@ def test_gpu_needs_one(tmp_path):
 
 @pytest.mark.slow
 def test_gpu_in_its_quick_form(tmp_path):
-    result = run_gpu(tmp_path, '--quick')
+    result = run_gpu(tmp_path, '--quick', '--minutes', '60')
     assert result.returncode == 0, result.stderr
     report = (tmp_path / 'report.md').read_text()
     assert report.count(' | passed | ') == 4

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -373,7 +374,8 @@ def test_approximate_by_the_command(src, tmp_path, capsys):
 @pytest.mark.parametrize('in_chans', [1, 3])
 def test_verification_on_real_images(in_chans, tmp_path):
     for i in range(3):
-        Image.effect_noise((40, 36), 50).convert('RGB').save(tmp_path / f'{i}.png')
+        pixels = np.random.RandomState(i).randint(256, size=(36, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f'{i}.png')
     (tmp_path / '0broken.png').write_text('not counted, and no other instead of it')
     model = create(in_chans=in_chans)
     torch.save(model.state_dict(), tmp_path / 'a.pth')

@@ -79,6 +79,11 @@ def upload(page, path):
     page.find_element(By.CSS_SELECTOR, 'input[type=file]').send_keys(str(path))
 
 
+def wait_for_height(page):
+    """Until the page is as high as its frame: nothing to scroll, and nothing moves under the mouse."""
+    wait(page, lambda: page.execute_script('return document.body.offsetHeight <= innerHeight'))
+
+
 @with_gradio
 @pytest.mark.slow
 def test_an_image_its_classes_and_where_heads_look(folder, page):
@@ -97,6 +102,7 @@ def test_an_image_its_classes_and_where_heads_look(folder, page):
     before, after = (attention_maps(model, image)['blocks.1.attn'] for model in models)
     Select(page.find_element(By.ID, 'layer')).select_by_visible_text('blocks.1.attn')
     choose(page, 'heads', 4)
+    wait_for_height(page)
     for query, key in (((4, 7), (0, 1)), ((1, 2), (5, 6))):
         point_at(page, 'image', *query)
         ActionChains(page, duration=0).click().perform()
@@ -105,8 +111,7 @@ def test_an_image_its_classes_and_where_heads_look(folder, page):
         point_at(page, 'image', *query)
         ActionChains(page, duration=0).click().perform()  # lets go
     assert text(page, 'map-heading') == 'After: head 5 in blocks.1.attn'
-    # as high as its frame: nothing to scroll
-    wait(page, lambda: page.execute_script('return document.body.offsetHeight <= innerHeight'))
+    wait_for_height(page)
 
 
 @with_gradio

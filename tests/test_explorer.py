@@ -116,7 +116,7 @@ def page(path, browser):
     assert {url.partition(':')[0] for url in requested} <= {'file', 'data'}
 
 
-def wait(browser, condition, seconds=10):
+def wait(browser, condition, seconds=60):
     WebDriverWait(browser, seconds).until(lambda _: condition())
 
 
@@ -235,7 +235,7 @@ def test_small_maps_show_all_heads(shown, page):
 @pytest.mark.slow
 def test_the_image_is_shown_and_can_lie_under_the_map(shown, page):
     pixels = to_pixels(shown[1], shown[0])[0].reshape(6, 4, 8, 4, 3)[:, 2, :, 2].numpy()  # 4 x 4 pixels a patch
-    assert np.abs(colors(page, '#image') - pixels).max() <= 1
+    wait(page, lambda: np.abs(colors(page, '#image') - pixels).max() <= 1)
     plain = colors(page, '#map')
     page.find_element(By.ID, 'overlay').click()
     wait(page, lambda: np.abs(colors(page, '#map') - (0.65 * plain + 0.35 * pixels)).max() < 3)

@@ -456,7 +456,7 @@ def test_stopped_in_mid_upload_a_second_run_completes_it(signum, hub, folder):
         [script, 'phase1.pth', '--push-to-hub', 'alice/net'], text=True, stderr=subprocess.PIPE,
         # a shell's background jobs ignore Ctrl-C
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
-    assert hub.held.wait(120)
+    assert hub.held.wait(600)
     process.send_signal(signum)
     error = process.communicate()[1]
     assert 'Traceback' not in error

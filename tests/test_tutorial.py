@@ -7,7 +7,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / 'examples' / 'tutorial.ipynb'
-MOST_SECONDS = 300  # of a cell, on a slow and busy machine; all together take two minutes on two cores
+MOST_SECONDS = 1800  # of a cell, if it does not hang; all together take two minutes on two cores
 
 
 def code_cells(notebook):
@@ -47,10 +47,11 @@ def test_it_runs_with_the_package_alone(tmp_path):
     nbclient = pytest.importorskip('nbclient')
     notebook = pytest.importorskip('nbformat').read(NOTEBOOK, 4)
     nbclient.NotebookClient(
-        notebook, timeout=MOST_SECONDS, kernel_name='python3', resources={'metadata': {'path': tmp_path}}).execute()
+        notebook, timeout=MOST_SECONDS, startup_timeout=MOST_SECONDS, kernel_name='python3',
+        resources={'metadata': {'path': tmp_path}}).execute()
     told = texts(notebook)
     error, = map(float, re.findall(r'logits are at most .* and differ by at most (\S+)', told))
     assert error < 1e-4
     before, after = map(float, re.search(r'top-1 (\S+) % before the conversion, (\S+) % after it', told).groups())
-    assert abs(before - after) < 0.1
+    assert abs(before - after) < 0.15  # one image of 1,397, rounded
     assert 'same logits: True' in told
