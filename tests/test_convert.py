@@ -56,14 +56,15 @@ def test_any_model_is_rewritten_exactly(kernel, patch, grid, chans, head_dim, fc
 def test_all_that_the_model_knows_goes_along():
     model = create(
         in_chans=1, drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.3, drop_path_rate=0.4, norm_layer='rmsnorm',
-        act_layer='silu', init_values=0.5, pretrained_cfg_overlay=dict(mean=(0.5,), std=(0.25,), label_names=list('abcde')))
+        act_layer='silu', init_values=0.5,
+        pretrained_cfg_overlay=dict(mean=(0.5,), std=(0.25,), label_names=list('abcde')))
     model.set_input_size((12, 20))
     converted = convert_model(model.train())
     assert converted.training
     assert (converted.head_drop.p, converted.blocks[0].attn.proj_drop.p, converted.blocks[0].attn.attn_drop.p) == (
         0.1, 0.2, 0.3)
     assert converted.blocks[-1].drop_path1.drop_prob == pytest.approx(0.4)
-    assert (converted.blocks[-1].ls1.gamma == 0.5).all()
+    assert torch.equal(converted.blocks[-1].ls1.gamma, model.blocks[-1].ls1.gamma)
     assert tuple(converted.pretrained_cfg['input_size']) == (1, 12, 20)
     assert [converted.pretrained_cfg[key] for key in ('mean', 'std', 'label_names')] == [
         (0.5,), (0.25,), list('abcde')]
