@@ -1,5 +1,6 @@
 """Seconds of a training step: forward, backward and optimizer; and the processor that takes them."""
 import platform
+import re
 import statistics
 import time
 from contextlib import nullcontext
@@ -44,8 +45,9 @@ def training_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> 
 
 
 def processor() -> str:
-    """Return the name of the CPU."""
+    """Return the name of the CPU, with its family and model where these are known: virtual machines hide the rest."""
     cpuinfo = Path('/proc/cpuinfo')
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    name = next((line.split(':')[1].strip() for line in lines if line.startswith('model name')), platform.processor())
-    return name or platform.machine()
+    first = cpuinfo.read_text().split('\n\n')[0] if cpuinfo.exists() else ''
+    fields = dict(re.findall(r'^(.+?)\s*: (.*)$', first, re.MULTILINE))
+    name = fields.get('model name') or platform.processor() or platform.machine()
+    return f'{name} (family {fields["cpu family"]}, model {fields["model"]})' if 'cpu family' in fields else name
