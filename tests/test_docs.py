@@ -110,11 +110,12 @@ def test_the_readme_is_short_and_its_links_work_anywhere():
 # What is shown runs
 
 SMALLER = {  # instead of what would be large, or downloaded
+    "'cmhsa_attn_soft_20x96', num_classes=3, checkpoint": "'test_cmhsa_attn', num_classes=3, checkpoint",
     r'cmhsa_conv_k\d\w*': 'test_cmhsa_conv_k3', r'cmhsa_attn_16x\w+': 'test_cmhsa_attn',
     'cmhsa_attn_soft_20x96': 'cmhsa_attn_soft',
     r"'pixel_attn_quadratic_gen'": "'test_pixel_attn', rel_pos='quadratic_gen'",
     r"'resnet18', pretrained=True": "'resnet18'",
-    r'USER/(?=NAME|PHASE1)': 'alice/'}
+    r'USER/(?=NAME|CONVERTED|PHASE1)': 'alice/'}
 
 
 @pytest.fixture
@@ -128,6 +129,7 @@ def workplace(tmp_path, monkeypatch):
         torch.save(dict(epoch=1, arch=name, state_dict=model.state_dict(), args=args), path)
 
     save('output/train/phase1/model_best.pth.tar', 'test_cmhsa_conv_k3', num_classes=3)
+    save('output/train/phase2/model_best.pth.tar', 'test_cmhsa_attn', num_classes=3)
     save('output/train/conv_k5/last.pth.tar', 'test_cmhsa_conv_k3', num_classes=3)
     save('output/train/digits1/model_best.pth.tar', 'test_cmhsa_conv_k3', img_size=16, num_classes=3)
     for epoch in range(2):
@@ -230,7 +232,7 @@ def test_options_of_timms_scripts_are_there():
 def test_training_on_own_images(heading, tmp_path):
     """The commands of the page in their order, with small models and one epoch."""
     text = PAGES['docs/train.md'].split(f'## {heading}\n')[1].split('\n## ')[0]
-    text = text.replace('cmhsa_attn_16x96', 'test_cmhsa_attn').replace('--num-train 1200', '--num-train 160')
+    text = text.replace('cmhsa_attn_soft_20x96', 'cmhsa_attn_soft').replace('--num-train 1200', '--num-train 160')
     for name in ('examples', 'experiments'):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / 'pytorch-image-models').symlink_to(Path(CLONE).resolve())
@@ -246,6 +248,8 @@ def test_training_on_own_images(heading, tmp_path):
         if 'pytorch-image-models/train.py' in words:
             last += ['--epochs', '1', '--warmup-epochs', '0', '--batch-size', '32']
             last += [] if '--model' in words else [
-                '--model', 'test_cmhsa_conv_k3' if 'phase1' in words else 'test_cmhsa_attn']
+                '--model', 'test_cmhsa_conv_k3' if 'phase1' in words else 'cmhsa_attn_soft']
+        if 'cmhsa_attn_soft' in words + last and 'convert_checkpoint' not in words:
+            last += ['--img-size', '32', '--model-kwargs', 'img_size=32', 'patch_size=4', 'depth=4']
         run(*words, *last)
     assert len(list(tmp_path.glob('output/train/*/model_best.pth.tar'))) == 2

@@ -63,7 +63,7 @@ def test_model_exists(recipe):
 
 
 def test_own_images_second_phase_goes_on_as_the_first():
-    assert OWN['phase2'] == {**OWN['phase1'], 'model': 'cmhsa_attn_16x96'}
+    assert OWN['phase2'] == {**OWN['phase1'], 'model': 'cmhsa_attn_soft_20x96'}
 
 
 def test_epochs_done_counts_what_has_a_checkpoint(tmp_path):
