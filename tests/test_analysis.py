@@ -46,6 +46,22 @@ def test_maps_are_those_that_timm_extracts(name, rel_pos):
         assert actual.grid_size == (8, 8)
 
 
+@pytest.mark.parametrize('in_place', [False, True])
+def test_maps_of_a_compiled_model(in_place):
+    model, images = timm.create_model('test_pixel_attn').eval(), torch.randn(2, 3, 32, 32)
+    expected = attention_maps(model, images)
+    compiled = torch.compile(model, backend='eager')
+    if in_place:
+        model.compile(backend='eager')
+        compiled = model
+    with torch.no_grad():
+        compiled(images)
+    actual = attention_maps(compiled, images)
+    assert len(actual) == len(expected)
+    for maps, others in zip(actual.values(), expected.values()):
+        assert torch.equal(maps.weights, others.weights)
+
+
 def test_maps_of_a_cnn_and_of_a_layer():
     model = timm.create_model('resnet18', num_classes=3).eval()
     attend_convs(model, ['layer3.0.conv1', 'layer4.1.*'], (3, 64, 64))

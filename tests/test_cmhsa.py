@@ -410,6 +410,22 @@ def test_weights_of_any_image_size_load_at_any_image_size(tmp_path):
 
 
 @pytest.mark.parametrize('name', TINY)
+def test_the_configuration_gives_the_size(name):
+    model = timm.create_model(name, pretrained_cfg_overlay=dict(input_size=(3, 64, 48)))
+    assert model.patch_embed.img_size == (64, 48)
+
+
+def test_other_channels_than_phase_1_was_trained_on_are_told(tmp_path, caplog):
+    torch.save(timm.create_model(CONV, num_classes=3).state_dict(), tmp_path / 'weights.pth')
+    overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=3)
+    args = dict(num_classes=3, pretrained=True, pretrained_cfg_overlay=overlay, hidden_chans=3)
+    timm.create_model(CONV, **args)
+    assert 'in_chans' not in caplog.text
+    timm.create_model(CONV, **args, in_chans=1)
+    assert 'in_chans=1, but the weights are of a configuration with 3 channels' in caplog.text
+
+
+@pytest.mark.parametrize('name', TINY)
 def test_saved_after_changes_and_loaded_back(name, tmp_path):
     model, x = timm.create_model(name), images(3, 16, 48)
     model.set_input_size((16, 48))

@@ -56,7 +56,8 @@ def test_logits_are_equal_to_rounding(name, names, size, num_replaced):
     expected, x = copy.deepcopy(model), torch.randn(2, *size)
     assert attend_convs(model, names, size) is model
     assert len(attention_summary(model)) == num_replaced
-    assert timm.data.resolve_model_data_config(model)['input_size'] == size
+    for use_test_size in (False, True):
+        assert timm.data.resolve_model_data_config(model, use_test_size=use_test_size)['input_size'] == size
     assert sum(isinstance(module, AttendedConv2d) for module in model.modules()) == num_replaced
     assert logits_error(model, expected, x) <= 5e-6
 
@@ -377,7 +378,8 @@ def test_compiled_models_run_the_attention(backend):
     model, x = nn.Sequential(conv3(), nn.ReLU(), conv3()).eval(), torch.randn(1, 3, 8, 8)
     expected, compiled = model(x), torch.compile(model, backend='eager')
     if backend == 'warm':
-        compiled(x)
+        with torch.no_grad():
+            compiled(x)
     attend_convs(compiled, input_size=(3, 8, 8))
     assert len(attention_summary(model)) == 2
     torch.testing.assert_close(compiled(x), expected, atol=1e-5, rtol=1e-5)

@@ -167,6 +167,19 @@ def test_verification_of_a_model_for_inference():
     assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(None, None)}
 
 
+def test_compiled_models_are_compared_layer_by_layer():
+    model, images = create(), torch.randn(4, 3, 16, 16)
+    converted = convert_model(model)
+    nn.init.zeros_(converted.blocks[0].attn.proj.weight)
+    expected = verify(model, converted, images)
+    assert expected.layers[0].error > 0.1
+    for each in (model, converted):
+        each.compile(backend='eager')
+        with torch.no_grad():
+            each(images)
+    assert verify(model, converted, images) == expected
+
+
 def test_models_that_cannot_be_compared_are_refused():
     model, images = create(), torch.randn(4, 3, 16, 16)
     converted = convert_model(model)
@@ -176,6 +189,8 @@ def test_models_that_cannot_be_compared_are_refused():
         verify(create(depth=3), converted, images)
     with pytest.raises(ValueError, match='on 0 images'):
         verify(model, converted, images[:0])
+    with pytest.raises(ValueError, match='Models of 1 and 5 classes cannot be compared'):
+        verify(create(num_classes=1), converted, images)
 
 
 def test_what_was_changed_in_the_model_goes_along():

@@ -20,7 +20,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_model, convert_state_dict, patchify
+from timm_cmhsa import (
+    RelPosAttention,
+    attend_convs,
+    conv2d_to_attention,
+    convert_model,
+    convert_state_dict,
+    patchify,
+    verify,
+)
 from timm_cmhsa.efficient import AbsorbedRelPosAttention
 from timm_cmhsa.shifts import ShiftedAttention
 
@@ -100,6 +108,8 @@ def test_converted_model_agrees(models, dtype):
     with torch.no_grad(), torch.autocast(DEVICE, dtype, enabled=dtype in HALF):
         conv_logits, attn_logits = (model(x).float() for model in models)
     assert relative_error(attn_logits, conv_logits) <= {torch.float32: 1e-5}.get(dtype, 3 * TOLERANCE[dtype])
+    if dtype == torch.float32:
+        assert verify(*models, x).max_error <= 1e-5
 
 
 @pytest.mark.parametrize('dtype', [torch.float64, torch.float32])

@@ -47,6 +47,15 @@ def test_torchscript(name, fused, x):
     torch.testing.assert_close(torch.jit.script(model)(x), model(x), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')  # checks of shapes become constants
+@all_forms
+@pytest.mark.parametrize('fused', [False, True])
+def test_trace(name, fused, x):
+    set_fused_attn(fused)
+    model, images = create(name), torch.randn(3, 3, 32, 32)
+    torch.testing.assert_close(torch.jit.trace(model, x)(images), model(images), atol=1e-5, rtol=1e-5)
+
+
 @all_forms
 @pytest.mark.parametrize('fused', [False, True])
 def test_fx(name, fused, x):
@@ -84,7 +93,7 @@ def test_export_for_any_number_of_images(name, strict, x):
 
 @pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
 @pytest.mark.parametrize(('name', 'dynamic_axes'), [
-    (ATTN, {'images': {0: 'batch'}}),  # any number of images, by the older exporter
+    (ATTN, {'images': {0: 'batch'}}),  # any number of images
     pytest.param(SOFT, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(SHIFTS, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
     pytest.param(CONV, {'images': {0: 'batch'}}, marks=pytest.mark.slow),
@@ -96,10 +105,31 @@ def test_export_for_any_number_of_images(name, strict, x):
     pytest.param(SOME_SHIFTS, None, marks=pytest.mark.slow),
 ])
 def test_onnx(name, dynamic_axes, x, tmp_path):
+    check_onnx(create(name), x, tmp_path, dynamic_axes=dynamic_axes)
+
+
+@pytest.mark.filterwarnings('ignore')
+@both_phases
+def test_onnx_by_the_older_exporter(name, x, tmp_path):
+    check_onnx(create(name), x, tmp_path, dynamic_axes={'images': {0: 'batch'}}, dynamo=False)
+
+
+@pytest.mark.filterwarnings('ignore')
+@pytest.mark.parametrize(('rel_pos', 'options'), [
+    pytest.param('learned_content', {}, marks=pytest.mark.slow), pytest.param('quadratic', {}, marks=pytest.mark.slow),
+    ('quadratic', dict(dynamo=False)),
+])
+def test_onnx_of_pixel_models(rel_pos, options, x, tmp_path):
+    model = timm.create_model('test_pixel_attn', depth=2, rel_pos=rel_pos).eval()
+    check_onnx(model, x, tmp_path, dynamic_axes={'images': {0: 'batch'}}, **options)
+
+
+def check_onnx(model, x, folder, dynamic_axes, **options):
+    """Export a model, and compare what onnxruntime makes of it: for another number of images, if it may differ."""
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnx')
-    model, path = create(name), tmp_path / 'model.onnx'
-    torch.onnx.export(model, (x,), str(path), input_names=['images'], dynamic_axes=dynamic_axes)
+    path = folder / 'model.onnx'
+    torch.onnx.export(model, (x,), str(path), input_names=['images'], dynamic_axes=dynamic_axes, **options)
     session = onnxruntime.InferenceSession(str(path), providers=['CPUExecutionProvider'])
     images = torch.randn(5, 3, 32, 32) if dynamic_axes else x
     actual = torch.from_numpy(session.run(None, {'images': images.numpy()})[0])

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from timm.data import create_transform
 from timm.models import save_for_hf
 
+import timm_cmhsa
 from timm_cmhsa import images
 from timm_cmhsa.cli import plot_main as main
 from timm_cmhsa.files import CheckpointError
@@ -73,6 +74,16 @@ def test_the_installed_command_draws_a_checkpoint(folder, tmp_path):
     command = [Path(sys.executable).with_name('plot_attention'), folder / 'local', '--output', tmp_path]
     subprocess.run([*command, '--layer', 'blocks.0.attn'], check=True)
     assert is_drawn(tmp_path / 'attention.png')
+
+
+def test_a_model_on_the_hub(hub, tmp_path, capsys):
+    timm_cmhsa.push_to_hub(timm.create_model('test_cmhsa_attn', num_classes=3), 'alice/net')
+    options = ['--output', str(tmp_path / 'out'), '--layer', 'blocks.0.attn']
+    assert main(['hf-hub:alice/net', *options]) == 0
+    assert is_drawn(tmp_path / 'out' / 'attention.png')
+    capsys.readouterr()
+    assert main(['hf-hub:alice/none', *options]) == 2
+    assert capsys.readouterr().err.count('\n') == 1
 
 
 def test_one_layer_of_one_checkpoint_seen_on_noise(folder, tmp_path):

@@ -75,6 +75,14 @@ def test_pruning_leaves_frozen_what_is_frozen(name):
     assert not any(module.training for module in model.modules())
 
 
+def test_a_wrapped_model_is_pruned_as_a_whole():
+    model = degenerate_model('test_pixel_attn', num_heads=4)
+    prune_degenerate_heads(nn.DataParallel(model))
+    assert model.model_args()['num_heads'] == [2, 4, 4, 3]
+    if hasattr(model, '_model_args'):
+        assert model._model_args['num_heads'] == [2, 4, 4, 3]
+
+
 def test_pruned_models_are_shifts_as_before_and_known_to_timm(tmp_path):
     model = timm.create_model('test_cmhsa_attn', rel_pos='quadratic_gen', num_heads=4, num_classes=3, hard_attn=True)
     prune_degenerate_heads(model)

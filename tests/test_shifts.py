@@ -7,11 +7,12 @@ import pytest
 import timm
 import torch
 from hypothesis import assume, given, strategies as st
+from timm.models import save_for_hf
 from timm.utils import reparameterize_model
 from torch import nn
 
 import timm_cmhsa
-from timm_cmhsa import attention_to_conv2d, conv2d_to_attention, fuse_shifts, patchify
+from timm_cmhsa import attention_to_conv2d, certificates, conv2d_to_attention, fuse_shifts, patchify
 from timm_cmhsa.analysis import attention_layers, attention_maps
 from timm_cmhsa.attention import RelPosAttention
 from timm_cmhsa.certificates import bias_winners, proved_leaks, proved_shifts
@@ -594,6 +595,32 @@ def test_shifts_are_published_as_attention(tmp_path):
     loaded = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True).eval()
     assert not loaded.hard_attn
     torch.testing.assert_close(loaded(IMAGES), model(IMAGES), atol=1e-6, rtol=0)
+
+
+@pytest.mark.skipif(not hasattr(timm.models, 'get_model_args'), reason='this timm notes no arguments')
+@pytest.mark.parametrize('enable', [False, True])
+def test_timm_saves_what_is_set(enable, tmp_path):
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True)
+    model.set_hard_attn(False)
+    if enable:
+        model.set_hard_attn()
+    else:
+        for block in model.blocks:
+            nn.init.zeros_(block.attn.rel_pos.relative_position_bias_table)  # these are no shifts
+    save_for_hf(model, tmp_path)
+    assert timm.create_model(f'local-dir:{tmp_path}', pretrained=True).hard_attn == enable
+
+
+def test_shifts_are_proved_chunk_by_chunk(monkeypatch):
+    layers = [block.attn for block in converted().blocks]
+    layers[0].rel_pos.relative_position_bias_table.data[-1, 0] = 100  # an offset that only the last query has
+    expected = [bias_winners(layer) for layer in layers]
+    assert [winners.shifts[0] is None for winners in expected][:2] == [True, False]
+    monkeypatch.setattr(certificates, 'MAX_BIAS_ENTRIES', 3 * layers[0].num_heads * len(layers[0].rel_pos.position))
+    for layer, winners in zip(layers, expected):
+        shifts, *odds = bias_winners(layer)
+        assert shifts == winners[0]
+        assert all(torch.equal(*pair) for pair in zip(odds, winners[1:]))
 
 
 def test_heads_without_an_output():

@@ -243,8 +243,24 @@ def test_a_checkpoint_knows_how_its_biases_are_scaled(tmp_path):
     images = torch.randn(2, 3, 24, 24)
     loaded = timm.create_model('cmhsa_attn_soft', **{**args, 'img_size': 24}).eval()
     assert relative_error(loaded(images), model(images)) <= 2e-6
-    with pytest.raises(RuntimeError, match='bias_scale'):
-        timm.create_model('cmhsa_attn', **{**args, 'rel_pos': 'table', 'padding': None})
+    other = {**args, 'rel_pos': 'table', 'padding': None}
+    for changes in ({}, dict(num_classes=7), dict(features_only=True)):  # timm loads the last two non-strictly
+        with pytest.raises(ValueError, match=r'has bias_scale, .*: create the model with the rel_pos'):
+            timm.create_model('cmhsa_attn', **{**other, **changes})
+
+
+def test_a_table_that_may_have_another_padding_is_refused(tmp_path):
+    model, images = phase1(kernel_size=11), torch.randn(2, 3, 16, 16)
+    converted = convert_model(model, peak=0.6)
+    torch.save(converted.state_dict(), tmp_path / 'model.pth')
+    args = dict(
+        converted.model_args(), pretrained=True,
+        pretrained_cfg_overlay=dict(file=str(tmp_path / 'model.pth'), num_classes=3))
+    assert args['padding'] == (2, 2)
+    loaded = timm.create_model('cmhsa_attn_soft', **args).eval()
+    assert relative_error(loaded(images), model(images)) <= 2e-6
+    with pytest.raises(ValueError, match='121 offsets may have padding=2 or be of an image of another size'):
+        timm.create_model('cmhsa_attn_soft', **{**args, 'padding': None})
 
 
 def test_a_scale_of_another_shape_is_refused_without_filling_the_memory():

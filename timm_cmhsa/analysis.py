@@ -95,13 +95,15 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Put every module in eval mode, and afterwards back in the mode that it was in.
 
-    No `train` or `eval` of a module is called: some merge weights then, and would have to take them apart again.
+    No `train` or `eval` of a module is called: some merge weights then, and would have to take them apart again. Code
+    that torch.compile made is left aside meanwhile, as it calls no hooks that are newer.
     """
     training = {module: module.training for module in model.modules()}
     for module in training:
         module.training = False
     try:
-        yield
+        with torch.compiler.set_stance('force_eager'):
+            yield
     finally:
         for module, was_training in training.items():
             module.training = was_training

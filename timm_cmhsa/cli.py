@@ -303,7 +303,8 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
         return 2
     args.source = in_order_of_training(args.source)
     return run_command(
-        parser, lambda: say(*map(str, plot_attention(**vars(args)))), {CheckpointError: 2, PlotError: 2, OSError: 2})
+        parser, lambda: say(*map(str, plot_attention(**vars(args)))),
+        {CheckpointError: 2, PlotError: 2, HubError: 2, OSError: 2})
 
 
 def _positive(text: str) -> int:
@@ -316,8 +317,8 @@ def _plot_parser() -> argparse.ArgumentParser:
     parser = Parser(prog='plot_attention', description=PLOT_DESCRIPTION)
     add = parser.add_argument
     add('source', metavar='CHECKPOINT', nargs='+', type=Path,
-        help="checkpoint of timm's train.py, state dict (.pth, .safetensors) or local-dir: folder; several in the "
-             'order of training (checkpoint-N.pth.tar in any)')
+        help="checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder or hf-hub:USER/NAME; "
+             'several in the order of training (checkpoint-N.pth.tar in any)')
     add('--output', metavar='FOLDER', type=Path, required=True,
         help='gets the pictures; older pictures there are replaced')
     add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')

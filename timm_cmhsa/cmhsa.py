@@ -7,6 +7,7 @@ a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
 import contextlib
+import logging
 import math
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Type, Union
@@ -23,9 +24,11 @@ from .efficient import is_watched
 from .encodings import POINTABLE, resize_offset_embed
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPosTable, exact_sharpness, padding_of, precise_dtype
+from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPos, RelPosTable, exact_sharpness, padding_of, precise_dtype
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
+
+_logger = logging.getLogger(__name__)
 
 
 class CmhsaBlock(Block):
@@ -308,6 +311,9 @@ class CmhsaAttn(Cmhsa):
         for block, block_shifts in zip(self.blocks, shifts):
             block.attn.set_hard_attn(block_shifts)
         self.hard_attn = enable
+        args: Optional[Dict[str, Any]] = getattr(self, '_model_args', None)
+        if args is not None:  # what newer versions of timm make the model anew from
+            self._model_args = {**args, 'hard_attn': enable}
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
         with unchanged_on_error(self):
@@ -367,7 +373,17 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
-    """Pad or crop the bias tables, and embeddings of offsets, of a checkpoint made for another image size."""
+    """Pad or crop the bias tables, and embeddings of offsets, of a checkpoint made for another image size.
+
+    Raises:
+        ValueError: If its layers have other relative position encodings, or it is not known which grid a table is of.
+    """
+    check_encodings(state_dict, model)
+    told_chans = model.pretrained_cfg['input_size'][0]
+    if isinstance(model, CmhsaConv) and model.in_chans != told_chans:
+        _logger.warning(
+            'in_chans=%d, but the weights are of a configuration with %d channels: phase 1 has no projection to adapt, '
+            'so each channel is taken for the one at its place.', model.in_chans, told_chans)
     grid_size, modules = model.patch_embed.grid_size, dict(model.named_modules())
     out_dict = {}
     for name, tensor in state_dict.items():
@@ -379,7 +395,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
             prefix = name.rpartition('.')[0]
             rel_pos = modules.get(prefix)
             if isinstance(rel_pos, RelPosTable):
-                source_grid_size = _source_grid_size(model, len(tensor), rel_pos.padding)
+                source_grid_size = _source_grid_size(model, len(tensor), rel_pos)
                 if source_grid_size is not None and source_grid_size != grid_size:
                     scale = state_dict.get(f'{prefix}.bias_scale')
                     if scale is not None and scale.ndim:  # refused when it is loaded; here it could fill the memory
@@ -389,15 +405,44 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
     return out_dict
 
 
-def _source_grid_size(model: Cmhsa, table_length: int, padding: Tuple[int, int]) -> Optional[Tuple[int, int]]:
-    """Return the grid of a bias table: what its checkpoint says if that fits, else the model's, else a square one."""
+def check_encodings(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
+    """Raise ValueError where a layer's encoding has other tensors than the model's: timm may load them non-strictly."""
+    for name, module in model.named_modules():
+        if isinstance(module, RelPos):
+            expected = set(module.state_dict())
+            found = {key.removeprefix(f'{name}.') for key in state_dict if key.startswith(f'{name}.')}
+            if found and found != expected:
+                raise ValueError(
+                    f'{name} has {", ".join(sorted(found))} in the checkpoint, and {", ".join(sorted(expected))} in '
+                    'the model: create the model with the rel_pos of the checkpoint.')
+
+
+def _source_grid_size(model: Cmhsa, table_length: int, rel_pos: RelPosTable) -> Optional[Tuple[int, int]]:
+    """Return the grid of a bias table: what its checkpoint says if that fits, else the model's, else a square one.
+
+    Raises:
+        ValueError: If a padded table is of a square one, or of one of the others with another padding.
+    """
     source_size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
     told = tuple(s // p for s, p in zip(to_2tuple(source_size), model.patch_embed.patch_size))
-    side = (math.isqrt(table_length) + 1) // 2
-    for grid_h, grid_w in (told, model.patch_embed.grid_size, (side - padding[0], side - padding[1])):
-        if (2 * (grid_h + padding[0]) - 1) * (2 * (grid_w + padding[1]) - 1) == table_length:
-            return grid_h, grid_w
-    return None
+    side, (pad_h, pad_w) = (math.isqrt(table_length) + 1) // 2, rel_pos.padding
+
+    def fits(grid_size: Tuple[int, int], padding: Tuple[int, int]) -> bool:
+        rows, cols = (2 * (size + pad) - 1 for size, pad in zip(grid_size, padding))
+        return rows * cols == table_length
+
+    likely = told, model.patch_embed.grid_size
+    for grid_size in likely:
+        if fits(grid_size, rel_pos.padding):
+            return grid_size
+    if not fits((side - pad_h, side - pad_w), rel_pos.padding):
+        return None
+    paddings = [pad for grid_size in likely for pad in range(side) if fits(grid_size, (pad, pad))]
+    if paddings and isinstance(rel_pos, PaddedRelPosTable):
+        raise ValueError(
+            f'A table of {table_length} offsets may have padding={paddings[0]} or be of an image of another size: give '
+            'the padding of the checkpoint, or its size, pretrained_cfg_overlay=dict(input_size=(C, H, W)).')
+    return side - pad_h, side - pad_w
 
 
 def create_cmhsa(cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> Any:
@@ -446,8 +491,8 @@ default_cfgs = generate_default_cfgs({
     'test_cmhsa_attn': cfg(**_SMALL),
 })
 
-_PATCH4_32 = dict(img_size=32, patch_size=4, hidden_chans=12)
-_TEST = dict(img_size=32, patch_size=4, depth=4)
+_PATCH4_32 = dict(patch_size=4, hidden_chans=12)
+_TEST = dict(patch_size=4, depth=4)
 
 
 @register_model

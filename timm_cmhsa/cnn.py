@@ -199,7 +199,7 @@ def attend_convs(
             model.set_submodule(name, attended[conv])
     cfg: Any = getattr(model, 'pretrained_cfg', None)
     if cfg:  # timm reads from it how images have to be prepared
-        cfg = {**cfg, 'input_size': input_size}
+        cfg = {**cfg, 'input_size': input_size, 'test_input_size': None, 'fixed_input_size': True}
         model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)
     for name, reason in kept.items():
         _logger.warning('%s stays a convolution: %s', name, reason)

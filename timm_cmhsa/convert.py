@@ -255,7 +255,8 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
         images: Shape (B, C, H, W).
 
     Raises:
-        ValueError: If these are not a phase-1 and a phase-2 model of as many blocks, or there are no images.
+        ValueError: If these are not a phase-1 and a phase-2 model of as many blocks and classes, or there are no
+            images.
     """
     source: Any = unwrap_model(model)
     target: Any = unwrap_model(converted)
@@ -266,13 +267,16 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
         raise ValueError(
             f'Models of {len(source.blocks)} and {len(target.blocks)} blocks cannot be compared on {len(images)} '
             'images: give as many blocks, and one image or more.')
+    if source.num_classes != target.num_classes:
+        raise ValueError(
+            f'Models of {source.num_classes} and {target.num_classes} classes cannot be compared: give as many.')
     largest, squares = torch.zeros(2, len(source.blocks) + 1), torch.zeros(2, len(source.blocks) + 1)
     same_class = []
 
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
         for j, values in enumerate((actual.float() - expected.float(), expected.float())):
             largest[j, i] = torch.maximum(largest[j, i], values.abs().max())
-            squares[j, i] += values.square().sum()
+            squares[j, i] += values.square().sum().to(squares.device)
 
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(source))

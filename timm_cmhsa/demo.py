@@ -20,7 +20,6 @@ from torch import nn
 
 from .cli import Parser, parse_args, run_command, say
 from .files import CheckpointError
-from .hub.download import PREFIXES, download
 from .hub.errors import HubError
 from .images import data_config, image_reader
 from .messages import one_line
@@ -59,7 +58,7 @@ def serve(
     """Serve the page until the process is stopped.
 
     Args:
-        source: A checkpoint or folder (see `plots.load_model`), or a model on the Hugging Face Hub, hf-hub:USER/NAME.
+        source: A checkpoint, a folder, or a model on the Hugging Face Hub (see `plots.load_model`).
         before: The same model before phase 2, likewise.
         model, model_kwargs: Name and arguments of the model, where the files do not tell.
         host, port: Where to listen; by default the first free port from 7860 on.
@@ -88,7 +87,7 @@ def load(source: str, model: Optional[str], model_kwargs: Optional[Mapping[str, 
     """Load the model of a file, folder or repository."""
     from .plots import load_model
 
-    return load_model(download(source) if source.startswith(PREFIXES) else source, model, model_kwargs).float()
+    return load_model(source, model, model_kwargs).float()
 
 
 def make_app(model: nn.Module, before: Optional[nn.Module] = None) -> Any:

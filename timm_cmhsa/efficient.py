@@ -67,7 +67,7 @@ def fused_attention(
         scale: float,
 ) -> torch.Tensor:
     """Call PyTorch's fused attention, but not on a CPU where the bias learns: what it does then is slower."""
-    if attn_bias.requires_grad and attn_bias.device.type == 'cpu':
+    if attn_bias.requires_grad and attn_bias.device.type == 'cpu' and not torch.jit.is_tracing():
         attn = ((q * scale) @ k.transpose(-2, -1) + attn_bias).softmax(dim=-1)
         return (F.dropout(attn, dropout_p) if dropout_p > 0. else attn) @ v
     return F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p, scale=scale)

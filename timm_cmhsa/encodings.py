@@ -40,7 +40,8 @@ class QuadraticRelPos(OffsetRelPos):
 
     def inv_covariance(self) -> torch.Tensor:
         """Return the inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""
-        return torch.diag_embed(self.inv_std.square().unsqueeze(1).expand(-1, 2))
+        eye = torch.eye(2, device=self.inv_std.device, dtype=self.inv_std.dtype)
+        return self.inv_std.square().view(-1, 1, 1) * eye
 
     def offset_bias(self) -> torch.Tensor:
         # In float32 at least: half precision does not hold offsets beyond 256. No matmul, which AMP would round to it.

@@ -20,7 +20,7 @@ from torch import nn
 
 from .attention import replace_weight
 from .cmhsa import Cmhsa, cfg, common_num_heads, create_cmhsa, heads_of_blocks
-from .efficient import is_plain_linear
+from .efficient import is_onnx_export, is_plain_linear
 from .encodings import ENCODINGS, create_rel_pos
 from .patches import Size2d
 from .rel_pos import Mask, add_attn_mask
@@ -28,8 +28,16 @@ from .shiftable import ShiftableAttention
 from .shifts import Factors, Shift, ShiftedAttention, group_heads
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
+torch.fx.wrap('attend')
 
 __all__ = ['PixelAttn', 'PositionalAttention', 'PositionalContentAttention']
+
+
+def attend(attn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return what every head sees: shape (B, N, num_heads, dim), of weights (B or 1, num_heads, N, N) and tokens."""
+    if attn.shape[0] == 1:  # one attention for the whole batch; ONNX has no einsum that broadcasts
+        return torch.einsum('hnm,bmd->bnhd', attn[0], x)
+    return torch.einsum('bhnm,bmd->bnhd', attn, x)
 
 
 class PositionalAttention(ShiftableAttention, nn.Module):
@@ -110,7 +118,7 @@ class PositionalAttention(ShiftableAttention, nn.Module):
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
-        x = torch.einsum('bhnm,bmd->bnhd', self.attn_drop(attn), x).flatten(2)  # one attention for the whole batch
+        x = attend(self.attn_drop(attn), x).flatten(2)
         return self.proj_drop(self.proj(self.value(x)))
 
 
@@ -135,7 +143,7 @@ class PositionalContentAttention(PositionalAttention):
         B, N, D = x.shape
         q, k = self.qk(x).reshape(B, N, 2, self.num_heads, D).permute(2, 0, 3, 1, 4).unbind(0)
         attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
-        if self.fused_attn:
+        if self.fused_attn and not is_onnx_export():
             dropout_p = self.attn_drop.p if self.training else 0.
             v = x.unsqueeze(1).expand(B, self.num_heads, N, D)
             x = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_bias, dropout_p=dropout_p).transpose(1, 2)

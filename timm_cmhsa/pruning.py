@@ -2,6 +2,7 @@
 from typing import Any, Dict, List
 
 import torch
+from timm.utils import unwrap_model
 
 from .attention import RelPosAttention
 from .encodings import GeneralQuadraticRelPos
@@ -18,7 +19,7 @@ def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
 
 
 def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
-    """Remove degenerate heads from a model with the generalized quadratic encoding, in place.
+    """Remove degenerate heads from a model with the generalized quadratic encoding, or a wrapper of one, in place.
 
     What they contributed is lost; Appendix E trains on for a few epochs, at a tenth of the learning rate. To create
     the smaller model again, pass `model.model_args()` to `timm.create_model`: its `num_heads` is a list where blocks
@@ -30,6 +31,7 @@ def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
     Raises:
         ValueError: If no layer has this encoding, or one that needs a head would lose all; the model is left as it was.
     """
+    model = unwrap_model(model)
     layers: Dict[str, Any] = {
         name: module for name, module in model.named_modules()
         if isinstance(getattr(module, 'rel_pos', None), GeneralQuadraticRelPos) and hasattr(module, 'keep_heads')}

@@ -15,6 +15,7 @@ from torch import nn
 from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
 from ..encodings import QuadraticRelPos
 from ..files import CheckpointError, read_checkpoint
+from ..hub.download import PREFIXES, download
 from ..messages import printable, shorten
 from ..untrusted import build_model, checked_args
 
@@ -49,14 +50,18 @@ def load_model(
     """Build the model of a checkpoint and load its weights.
 
     Args:
-        path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), or a `local-dir:` folder.
+        path: A checkpoint of timm's `train.py`, a state dict (pickled or safetensors), a `local-dir:` folder, or a
+            model on the Hugging Face Hub, `hf-hub:USER/NAME`.
         model: timm's name of the model, where the checkpoint does not tell.
         model_kwargs: Further arguments of `timm.create_model`, likewise.
 
     Raises:
         CheckpointError: If the checkpoint cannot be read, is not of this model, or holds NaN or Inf.
+        HubError: If it cannot be downloaded.
     """
-    checkpoint = read_checkpoint(Path(str(path).removeprefix('local-dir:')))
+    source = str(path)
+    checkpoint = read_checkpoint(
+        download(source) if source.startswith(PREFIXES) else Path(source.removeprefix('local-dir:')))
     name = model or checkpoint.architecture
     if name is None:
         raise CheckpointError(f'{path} does not tell which model it is of: give its name, model=NAME.')

@@ -55,6 +55,7 @@ def plot_attention(
 
     Raises:
         CheckpointError: If checkpoints or images cannot be read. Nothing was written.
+        HubError: If a checkpoint cannot be downloaded. Nothing was written.
         PlotError: If there is no attention to draw, or it cannot be drawn or written. Nothing was written.
     """
     folder = Path(output)
