@@ -175,7 +175,7 @@ def test_compiled_models_are_compared_layer_by_layer():
     assert expected.layers[0].error > 0.1
     for each in (model, converted):
         each.compile(backend='eager')
-        with torch.no_grad():
+        with torch.inference_mode():
             each(images)
     assert verify(model, converted, images) == expected
 
