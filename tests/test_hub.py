@@ -745,6 +745,9 @@ def test_a_bad_configuration_is_not_published(key, tmp_path):
     (dict(datasets='uoft-cs/cifar100'), "is a str: give a list"),
     (dict(results={'Top-1': 'good'}), "Top-1='good' is not a number"),
     (dict(results={'Top-1': 920}), 'not between 0 and 100'),
+    (dict(results=[92.5]), 'results=[92.5] has no names'),
+    (dict(details='trained for long'), "details='trained for long' has no headings"),
+    (dict(base_model='a b'), "base_model='a b' is not the name of a model"),
 ])
 def test_bad_arguments_in_python(about, said, hub, tmp_path):
     with pytest.raises(CheckpointError, match=re.escape(said)):

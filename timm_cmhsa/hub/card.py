@@ -34,6 +34,8 @@ def model_card(
         results: Optional[Mapping[str, float]], details: Optional[Mapping[str, Any]]) -> str:
     """Return the text of README.md: metadata that the Hub reads, then what people read. See `save_for_hub`."""
     results = check_results(results or {})
+    if not isinstance(details or {}, Mapping):
+        raise CheckpointError(f'details={shorten(details)} has no headings: give a dict of what they stand over.')
     classifies = model.num_classes > 0
     by_pixel = isinstance(model, PixelAttn)
     task = 'image-classification' if classifies else 'image-feature-extraction'
@@ -130,6 +132,8 @@ def _eval_results(task: str, datasets: Sequence[str], results: Mapping[str, floa
 
 def check_results(results: Mapping[str, Any]) -> Dict[str, float]:
     """Return accuracies as plain numbers, or refuse what is no percentage."""
+    if not isinstance(results, Mapping):
+        raise CheckpointError(f'results={shorten(results)} has no names: give a dict such as {{"Top-1": 92.5}}.')
     for name, value in results.items():
         try:
             in_range = 0 <= float(value) <= 100

@@ -87,6 +87,8 @@ def save_for_hub(
     elif len(source.get('label_names') or ()) == model.num_classes:  # otherwise they are of an earlier head
         labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
     config = _pretrained_cfg(model, license or source.get('license') or 'apache-2.0')
+    if base_model is not None and not _is_repo_id(base_model):
+        raise CheckpointError(f'base_model={base_model!r} is not the name of a model on the Hub, such as USER/NAME.')
     base_model = base_model or source.get('hf_hub_id')
     base_model = None if base_model == repo_id else base_model
     card = model_card(
