@@ -22,6 +22,7 @@ from torch import nn
 from .attention import RelPosAttention
 from .efficient import is_watched
 from .encodings import POINTABLE, resize_offset_embed
+from .messages import shorten_names
 from .patch_conv import PatchConv2d
 from .patches import PatchReshape, Size2d, unpatchify
 from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPos, RelPosTable, exact_sharpness, padding_of, precise_dtype
@@ -413,8 +414,8 @@ def check_encodings(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> No
             found = {key.removeprefix(f'{name}.') for key in state_dict if key.startswith(f'{name}.')}
             if found and found != expected:
                 raise ValueError(
-                    f'{name} has {", ".join(sorted(found))} in the checkpoint, and {", ".join(sorted(expected))} in '
-                    'the model: create the model with the rel_pos of the checkpoint.')
+                    f'{name} has {shorten_names(found)} in the checkpoint, and {shorten_names(expected)} in the model: '
+                    'create the model with the rel_pos of the checkpoint.')
 
 
 def _source_grid_size(model: Cmhsa, table_length: int, rel_pos: RelPosTable) -> Optional[Tuple[int, int]]:
@@ -437,7 +438,9 @@ def _source_grid_size(model: Cmhsa, table_length: int, rel_pos: RelPosTable) -> 
             return grid_size
     if not fits((side - pad_h, side - pad_w), rel_pos.padding):
         return None
-    paddings = [pad for grid_size in likely for pad in range(side) if fits(grid_size, (pad, pad))]
+    paddings = [
+        pad for grid_size in likely for pad in range(max(side - max(grid_size), 0), side - min(grid_size) + 1)
+        if fits(grid_size, (pad, pad))]
     if paddings and isinstance(rel_pos, PaddedRelPosTable):
         raise ValueError(
             f'A table of {table_length} offsets may have padding={paddings[0]} or be of an image of another size: give '
