@@ -40,8 +40,9 @@ class QuadraticRelPos(OffsetRelPos):
 
     def inv_covariance(self) -> torch.Tensor:
         """Return the inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""
-        eye = torch.eye(2, device=self.inv_std.device, dtype=self.inv_std.dtype)
-        return self.inv_std.square().view(-1, 1, 1) * eye
+        inv_variance = self.inv_std.square()
+        zero = torch.zeros_like(inv_variance)
+        return torch.stack([inv_variance, zero, zero, inv_variance], dim=-1).view(-1, 2, 2)  # ONNX has no diag_embed
 
     def offset_bias(self) -> torch.Tensor:
         # In float32 at least: half precision does not hold offsets beyond 256. No matmul, which AMP would round to it.
