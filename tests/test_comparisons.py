@@ -24,6 +24,8 @@ from common.photos import split_photos
 from common.report import spread
 from common.rows import CMHSA3, CMHSA5, ROWS, TUNING_SIZE, choose_rates, plan
 from common.runs import do, read_result, run_all
+from common.timing import processor
+from common.training import has_bfloat16
 from PIL import Image
 from timm.models import load_checkpoint
 
@@ -339,6 +341,15 @@ def test_learning_rates_of_natural_images_are_chosen_by_held_out_images():
         photo_runs.plan(row, 0, {row.title: rate}, args).key: {'held_out': {'top1': held_out}, 'test': {'top1': test}}
         for rate, held_out, test in ((1e-3, 40., 60.), (2e-3, 50., 30.))}
     assert photo_runs.tune([row], {'other': 1.}, results, args) == {'other': 1., 'phase 1': 2e-3}
+
+
+@pytest.mark.skipif(sys.platform != 'linux' or torch.cuda.is_available(), reason='asks Linux what a CPU has')
+def test_a_processor_is_told_by_name_family_and_model_and_trains_in_bfloat16_if_it_has_it():
+    lines = Path('/proc/cpuinfo').read_text().split('\n\n')[0].splitlines()
+    cpu = dict((part.strip() for part in line.split(':', 1)) for line in lines)
+    assert has_bfloat16() == ('avx512_bf16' in cpu.get('flags', '').split()), 'emulated, it takes three times as long'
+    if 'cpu family' in cpu:
+        assert processor() == f'{cpu["model name"]} (family {cpu["cpu family"]}, model {cpu["model"]})'
 
 
 def test_photos_are_split_without_overlap(tmp_path):

@@ -56,8 +56,8 @@ class Stage(NamedTuple):
 def has_bfloat16() -> bool:
     """Return whether the processor, or the GPU if there is one, has bfloat16; emulated, it is far slower."""
     if torch.cuda.is_available():
-        return torch.cuda.is_bf16_supported()
-    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported()
 
 
 def create(stage: Stage, seed: int) -> nn.Module:
