@@ -124,6 +124,7 @@ def make_rows(epochs1: int, epochs2: int) -> List[Row]:
         Row('ViT', *VIT, round(time / COSTS['ViT'])),
         Row('ViT, 4 times as long', *VIT, round(4 * time / COSTS['ViT'])),
         Row('ConViT', *CONVIT, round(time / COSTS['ConViT'])),
+        Row('ConViT, 4 times as long', *CONVIT, round(4 * time / COSTS['ConViT'])),
         Row('ConvNeXt', *CONVNEXT, round(time / COSTS['ConvNeXt'])),
         cnn,
         *(Row(f'{CNN}, {name}', *RESNET, (epochs2 + 1) // 2, cnn, name) for name in REWRITES_OF_RESNET),
