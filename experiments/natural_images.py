@@ -28,6 +28,7 @@ from common.photo_rows import (
     AS_MUCH_TIME,
     DRAWN,
     HELD,
+    MAPPED,
     PHASE1,
     REWRITES,
     REWRITES_OF_RESNET,
@@ -350,15 +351,14 @@ def phase1_epoch(device: str, results: Results) -> float:
 
 
 def draw_maps(results: Results, args: argparse.Namespace) -> None:
-    """Draw where heads look from the centre, before and after phase 2 of the best row whose biases learn."""
-    best, rows = best_records(results, args), {row.title: row for row in make_rows(args.epochs1, args.epochs2)}
-    soft_rows = {title: records for title, records in best.items() if max(records[0]['bias_movement'], default=0) > 0}
-    if not soft_rows:
+    """Draw where heads look from the centre, before and after phase 2, if the checkpoints are there."""
+    records = best_records(results, args).get(MAPPED)
+    if not records:
         return
-    title = max(soft_rows, key=lambda title: mean(record['test']['top1'] for record in soft_rows[title]))
-    record = soft_rows[title][0]
-    first = results[record['after']] if record['after'] else record
-    run = plan(rows[title], record['seed'], {title: record['lr'], first['title']: first['lr']}, args)
+    record = records[0]
+    first = results[record['after']]
+    row = next(row for row in make_rows(args.epochs1, args.epochs2) if row.title == MAPPED)
+    run = plan(row, record['seed'], {MAPPED: record['lr'], first['title']: first['lr']}, args)
     if not all(each.checkpoint(args.output).exists() for each in (run, run.after) if each):
         return
     images = split_photos(args.data_dir, args.num_train, args.num_held_out, run.seed).test.images[:NUM_LOOKED_AT]
@@ -368,7 +368,7 @@ def draw_maps(results: Results, args: argparse.Namespace) -> None:
     attention: Dict[str, Any] = {}
     for name, maps in attention_maps(model, images).items():
         attention |= {f'{name}, before': attention_from(before[name]), f'{name}, after': attention_from(maps)}
-    figure = attention_figure(attention, f'{title}: attention before and after phase 2')
+    figure = attention_figure(attention, f'{MAPPED}: attention before and after phase 2')
     figure.savefig(args.results.with_name(f'{args.results.stem}_maps.png'))
 
 

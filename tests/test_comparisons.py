@@ -19,7 +19,7 @@ import table1_cifar100
 import thin_heads
 import torch
 from common.data import DIGIT, place_digits, split_digits
-from common.photo_rows import HELD, make_rows
+from common.photo_rows import DRAWN, HELD, MAPPED, make_rows
 from common.photos import split_photos
 from common.report import spread
 from common.rows import CMHSA3, CMHSA5, ROWS, TUNING_SIZE, choose_rates, plan
@@ -300,6 +300,10 @@ def test_pixel_models(tmp_path):
         assert {'attention.png', 'centers.png', 'attention.html'} <= names
 
 
+def test_rows_of_natural_images_that_are_drawn_are_trained():
+    assert {*DRAWN, MAPPED} <= {row.title for row in make_rows(2, 1)}
+
+
 def test_rows_of_natural_images_are_chosen_by_held_out_images_and_compared_by_seed():
     """Of two rates that of the better first seed, of this budget only; a curve of phase 2 follows that of phase 1."""
     def record(after, seed, held_out, test, seconds=60., device='fast'):
@@ -392,14 +396,16 @@ def natural_images(tmp_path, *options):
 @pytest.mark.slow
 def test_natural_images(tmp_path):
     """Every run is done once, and what is there is read again."""
-    command = natural_images(tmp_path, '--epochs1', '1', '--epochs2', '1', '--rows', '*held')
+    command = natural_images(tmp_path, '--epochs1', '1', '--epochs2', '1', '--rows', MAPPED, '*held')
     for _ in range(2):
         done = subprocess.run(command, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-    assert '1/1' not in done.stderr  # nothing was left to do
+    assert 'runs' not in done.stderr  # nothing was left to do
     results = json.loads((tmp_path / 'results.json').read_text())
-    assert [record['title'] for record in results.values()] == ['phase 1', f'two phases, {HELD}']
-    soft = results[max(results)]
+    titles = ['phase 1', MAPPED, f'two phases, {HELD}']
+    by_title = {record['title']: record for record in results.values()}
+    assert sorted(by_title) == sorted(titles) and len(results) == 3
+    soft = by_title[f'two phases, {HELD}']
     assert soft['before']['top1'] == pytest.approx(results[soft['after']]['test']['top1'], abs=1e-4)  # exact
     assert max(soft['bias_movement']) > 0
     row = next(row for row in make_rows(1, 1) if row.title == soft['title'])
@@ -409,8 +415,7 @@ def test_natural_images(tmp_path):
     load_checkpoint(model := photo_runs.start(run, tmp_path / 'output')[1], str(run.checkpoint(tmp_path / 'output')))
     for before, after in zip(start, photo_runs.global_head(model.blocks[0].attn)):
         assert torch.equal(before, after)  # held
-    assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 2)] == [
-        'phase 1', f'two phases, {HELD}']
+    assert [row[0] for row in cells((tmp_path / 'results.md').read_text(), 3)] == titles
     for picture in ('results.png', 'results_maps.png'):
         assert (tmp_path / picture).stat().st_size > 10_000
 

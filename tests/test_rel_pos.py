@@ -1,6 +1,7 @@
 import copy
 import itertools
 import math
+import re
 
 import pytest
 import torch
@@ -110,16 +111,36 @@ def test_a_padded_table_gives_its_offsets_the_same_weight_at_any_size(grid, new_
 
 @given(grid=pairs, new_grid=pairs)
 def test_a_padded_table_of_any_biases_keeps_what_offsets_have_above_all_others(grid, new_grid):
-    """Relative to the sum over all keys; below, a bias stays as it is."""
+    """Relative to the sum over all keys; below, a bias stays as it is. All are relative to their median."""
     rel_pos = create_rel_pos('padded_table', grid, 1, 4, dtype=torch.float64).requires_grad_(False)
     nn.init.normal_(rel_pos.relative_position_bias_table, std=0.3)
     growth = rel_pos.num_keys(new_grid) / rel_pos.num_keys(grid)
-    before = dict(zip(map(tuple, rel_pos.offsets.tolist()), rel_pos.offset_bias().flatten().tolist()))
+    biases = rel_pos.offset_bias().flatten()
+    before = dict(zip(map(tuple, rel_pos.offsets.tolist()), (biases - biases.median()).tolist()))
     rel_pos.set_grid_size(new_grid)
     for offset, after in zip(map(tuple, rel_pos.offsets.tolist()), rel_pos.offset_bias().flatten().tolist()):
         bias = before.get(offset, 0.)
         expected = math.expm1(bias) * growth if bias > 0 else math.expm1(bias)
         assert math.expm1(after) == pytest.approx(expected, rel=1e-9, abs=1e-12)
+
+
+@given(grid=pairs, new_grid=pairs, number=st.floats(-5, 5))
+def test_what_changes_no_softmax_does_not_change_it_at_another_size(grid, new_grid, number):
+    rel_pos = create_rel_pos('padded_table', grid, 2, 4, dtype=torch.float64).requires_grad_(False)
+    nn.init.normal_(rel_pos.relative_position_bias_table, std=0.1)
+    other = copy.deepcopy(rel_pos)
+    other.relative_position_bias_table += number / other.bias_scale
+    for each in (rel_pos, other):
+        each.set_grid_size(new_grid)
+    torch.testing.assert_close(other.get_bias().softmax(dim=-1), rel_pos.get_bias().softmax(dim=-1))
+
+
+@pytest.mark.parametrize('padding', [-1, 1.5, '1', (1, 2, 3)])
+def test_padding_that_is_none_is_refused(padding):
+    with pytest.raises(ValueError, match=re.escape(f'{padding=} must be one or two whole numbers of patches, 0 or')):
+        create_rel_pos('padded_table', (2, 2), 1, 4, padding=padding)
+    with pytest.raises(ValueError, match="is for rel_pos='padded_table', not 'table'"):
+        create_rel_pos('table', (2, 2), 1, 4, padding=1)
 
 
 @pytest.mark.parametrize('name', [name for name in ENCODINGS if name != 'padded_table'])
@@ -235,7 +256,6 @@ def test_chunks_give_way_to_masks_and_maps():
     torch.testing.assert_close(attn(tokens, is_causal=True), expected)
     attn.fused_attn = False
     assert not attn.can_chunk()
-
 
 
 

@@ -106,7 +106,7 @@ def test_gradients_reach_all_that_decides_where_heads_look(peak):
     assert hard['bias'] <= 1e-8 * hard['value']
     assert hard['zero key'] <= 1e-6 * hard['value']
     assert hard['query'] <= 1e-6 * hard['value']
-    assert before['bias'] / 30 >= 0.01 * before['value']  # of a bias itself: the table is scaled
+    assert before['bias'] / 30 >= 0.1 * before['value']  # of a bias itself: the table is scaled
     assert before['zero key'] >= 0.1 * before['value']
     assert before['query'] >= 0.005 * before['value']
     torch.optim.AdamW(soft.parameters(), lr=0.01).step()  # keys count as soon as queries are not zero

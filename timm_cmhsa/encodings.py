@@ -1,5 +1,6 @@
 """All relative position encodings by name: bias tables, and those of arXiv 1911.03584, Gaussians and embeddings."""
 import math
+from numbers import Integral
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
 import torch
@@ -187,14 +188,17 @@ def create_rel_pos(
         **dd: Device and dtype.
 
     Raises:
-        ValueError: If there is no such encoding, or it has no padding.
+        ValueError: If there is no such encoding, or it has no such padding.
     """
     if name not in ENCODINGS:
         raise ValueError(f'rel_pos={name!r} is not a relative position encoding: use {", ".join(ENCODINGS)}.')
     if padding is None:
         return ENCODINGS[name](grid_size, num_heads, head_dim, zero_key, **dd)
-    if name != PaddedRelPosTable.name or min(to_2tuple(padding)) < 0:
-        raise ValueError(f"{padding=} must be 0 or more, and is for rel_pos='padded_table', not {name!r}.")
+    if name != PaddedRelPosTable.name:
+        raise ValueError(f"{padding=} is for rel_pos='padded_table', not {name!r}.")
+    sides = to_2tuple(padding)
+    if len(sides) != 2 or not all(isinstance(side, Integral) and side >= 0 for side in sides):
+        raise ValueError(f'{padding=} must be one or two whole numbers of patches, 0 or more.')
     return PaddedRelPosTable(grid_size, num_heads, head_dim, zero_key, padding, **dd)
 
 

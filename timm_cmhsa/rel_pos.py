@@ -260,16 +260,18 @@ class PaddedRelPosTable(RelPosTable):
             new_grid_size: Grid,
             bias_scale: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Return the table of another grid, in which an offset with a bias above 0 has the same weight as before.
+        """Return the table of another grid, in which an offset with a bias above the median has the same weight.
 
-        (What exp(bias) has above 1 grows with the number of keys, see docs/theory.md.)
+        Biases are taken relative to a head's median, which is 0 after a rewrite: a number added to all of them changes
+        no softmax. (What exp(bias) has above 1 grows with the number of keys, see docs/theory.md.)
         """
         scale = (self.bias_scale if bias_scale is None else bias_scale).to(table.device)
         growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
         bias = table.double() * scale
+        bias = bias - bias.median(dim=0).values
         # log(1 + growth * (exp(bias) - 1)), without overflow
         grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
-        table = torch.where(bias > 0, grown / scale, table.double()).to(table.dtype)
+        table = (torch.where(bias > 0, grown, bias) / scale).to(table.dtype)
         return super().resize_table(table, grid_size, new_grid_size)
 
     def num_keys(self, grid_size: Grid) -> int:
