@@ -404,7 +404,7 @@ def test_natural_images(tmp_path):
     results = json.loads((tmp_path / 'results.json').read_text())
     titles = ['phase 1', MAPPED, f'two phases, {HELD}']
     by_title = {record['title']: record for record in results.values()}
-    assert sorted(by_title) == sorted(titles) and len(results) == 3
+    assert sorted(record['title'] for record in results.values()) == sorted(titles)
     soft = by_title[f'two phases, {HELD}']
     assert soft['before']['top1'] == pytest.approx(results[soft['after']]['test']['top1'], abs=1e-4)  # exact
     assert max(soft['bias_movement']) > 0
