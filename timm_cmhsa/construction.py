@@ -175,16 +175,14 @@ def rewrite(
             **_encoding(conv, heads, options))
     attn.to_empty(device='cpu').reset_parameters(generator)
     assert isinstance(attn.rel_pos, OffsetRelPos)
-    num_keys, soft_sharpness = 0, 0.
-    if isinstance(attn.rel_pos, PaddedRelPosTable):
-        num_keys = attn.rel_pos.num_keys(attn.grid_size)
+    soft_sharpness, share_of_mean = 0., 0.
     if options.peak is not None and any(head.is_soft for head in heads):
-        soft_sharpness = peak_sharpness(options.peak, num_keys)
+        assert isinstance(attn.rel_pos, PaddedRelPosTable)
+        soft_sharpness, share_of_mean = _soft_sharpness(attn.rel_pos, options.peak)
     query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
-    leak = 0.  # of soft heads: the share of the mean in what they add, relative to that of their offset
     for i, (head, inputs, outputs) in enumerate(factors):
         row, col = head.offset or (0, 0)
         rows, cols = [row], [col]
@@ -193,16 +191,9 @@ def rewrite(
         bias = 0. if head.offset is None else soft_sharpness if head.is_soft else sharpness
         attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), bias)
         if head.offset is None:
-            outputs = outputs * -leak
+            outputs = outputs * -share_of_mean
         elif head.is_soft:
-            bias = attn.rel_pos.offset_bias()[:, i].max().item()  # as its type has rounded it
-            excess = math.expm1(bias)
-            if excess * MAX_ROUNDING < num_keys * torch.finfo(conv.weight.dtype).eps:
-                raise ValueError(
-                    f'peak={options.peak} is too close to 1 / {num_keys}, the share of each of {num_keys} keys, for '
-                    f'{conv.weight.dtype}: take a larger one.')
-            leak = num_keys / excess
-            outputs = outputs * (1 + leak)
+            outputs = outputs * (1 + share_of_mean)
         query[i] = 0
         value[i, :len(inputs)] = inputs.to(value.dtype)
         output[:, i, :len(inputs)] = outputs.T.to(output.dtype)
@@ -270,6 +261,19 @@ def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[
     if not _heads_wrap(conv, options.rel_pos):
         offsets += [head.offset for head in heads if head.offset is not None]
     return {'rel_pos': PaddedRelPosTable.name, 'padding': tuple(max(map(abs, axis)) for axis in zip(*offsets))}
+
+
+def _soft_sharpness(rel_pos: PaddedRelPosTable, peak: float) -> Tuple[float, float]:
+    """Return the bias of soft heads, and the share of the mean in what they add, relative to that of their offset."""
+    num_keys, dtype = rel_pos.num_keys(rel_pos.grid_size), rel_pos.relative_position_bias_table.dtype
+    sharpness = peak_sharpness(peak, num_keys)
+    rel_pos.point_head(0, [(0, 0)], sharpness)
+    excess = math.expm1(rel_pos.offset_bias()[:, 0].max().item())  # of the bias as its type has rounded it
+    if excess * MAX_ROUNDING < num_keys * torch.finfo(dtype).eps:
+        raise ValueError(
+            f'{peak=} is too close to 1 / {num_keys}, the share of each of {num_keys} keys, for {dtype}: take a larger '
+            'one.')
+    return sharpness, num_keys / excess
 
 
 def peak_sharpness(peak: float, num_keys: int) -> float:

@@ -1,6 +1,5 @@
 """All relative position encodings by name: bias tables, and those of arXiv 1911.03584, Gaussians and embeddings."""
 import math
-from numbers import Integral
 from typing import Any, List, Mapping, Optional, Tuple, Union
 
 import torch
@@ -197,7 +196,7 @@ def create_rel_pos(
     if name != PaddedRelPosTable.name:
         raise ValueError(f"{padding=} is for rel_pos='padded_table', not {name!r}.")
     sides = to_2tuple(padding)
-    if len(sides) != 2 or not all(isinstance(side, Integral) and side >= 0 for side in sides):
+    if len(sides) != 2 or not all(isinstance(side, int) and side >= 0 for side in sides):
         raise ValueError(f'{padding=} must be one or two whole numbers of patches, 0 or more.')
     return PaddedRelPosTable(grid_size, num_heads, head_dim, zero_key, padding, **dd)
 
