@@ -179,4 +179,7 @@ def plot_attention(before: torch.Tensor, after: torch.Tensor, path: Path) -> Non
 
 
 if __name__ == '__main__':
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        raise SystemExit('\nStopped. The same command goes on from here.') from None

@@ -6,8 +6,9 @@ tested on all of validation/. Every row has its own best learning rate of a few,
 Training is in bfloat16 (AMP) where the processor or GPU has it, evaluation in float32.
 
 Runs are done side by side, one to a core or several to a GPU, and only once: what is in --results is read, and what was
-stopped goes on where it stopped. --rows and --seeds choose a part of them; the table shows all that is there. Take
-another --results and --output for other data, models or --num-held-out.
+stopped goes on where it stopped. One takes 10 to 60 minutes on one core, all of them about 35 hours. --rows and --seeds
+choose a part of them; the table shows all that is there. Take another --results and --output for other data, models or
+--num-held-out.
 """
 import argparse
 import fnmatch
@@ -112,7 +113,8 @@ def parse_args() -> argparse.Namespace:
     titles = [row.title for row in make_rows(args.epochs1, args.epochs2)]
     for pattern in args.rows:
         if not fnmatch.filter(titles, pattern):
-            parser.error(f'no row is called {pattern!r}: choose of {", ".join(titles)}, or a part of a title with *')
+            shown = ', '.join(map(repr, titles))
+            parser.error(f'no row is called {pattern!r}: choose of {shown}, or a part of a title with *')
     try:
         read_results(args.results)
         split_photos(args.data_dir, args.num_train, args.num_held_out, 0)

@@ -537,6 +537,7 @@ def test_bad_input_is_one_line_and_exit_2(kind, made_bad_inputs, tmp_path, capsy
     (['--head-dim', '9' * 23], 'must be a positive whole number, and 100000 at most'),
     (['--head-dim', '0'], '--head-dim 0 must be a positive'),
     (['--model', 'cmhsa_attn_16x96'], 'tokens of width 768, the phase-1 model of 48: choose cmhsa_attn'),
+    (['--model', 'cmhsa_attn_soft_20x96', '--peak', '0.75'], 'choose cmhsa_attn_soft with --head-dim N'),
     (['--head-dim', '-1', '--approximate'], '--head-dim -1 must be a positive'),
     (['--in-chans', '0'], '--in-chans is 0, where a whole number from 1 to 1000 was expected'),
     (['--sharpness', 'nan'], '--sharpness nan must be positive'),
@@ -556,6 +557,18 @@ def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, ca
     err = capsys.readouterr().err
     assert message in err
     assert err.count('\n') == 1
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    (['--peak', 'a'], "argument --peak: invalid float value: 'a'"),
+    (['--pek', '0.5'], 'unrecognized arguments: --pek 0.5'),
+])
+def test_options_that_cannot_be_read_are_one_line_and_exit_2(arguments, message, src, tmp_path, capsys):
+    with pytest.raises(SystemExit, match='2'):
+        main([str(src), str(tmp_path / 'out'), *arguments])
+    err = capsys.readouterr().err
+    assert err == f'convert_checkpoint: error: {message} (see convert_checkpoint --help)\n'
     assert not (tmp_path / 'out').exists()
 
 

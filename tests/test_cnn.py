@@ -263,7 +263,8 @@ def test_what_no_attention_can_express_is_kept_and_told(caplog):
     ('resnet18', dict(names=[]), "no convolution larger than one pixel named '': names are like 'conv1'"),
     ('resnet18', dict(names=['layer3.*', 'leyer4.*']), r"named 'leyer4\.\*': names are like 'conv1'"),
     ('resnet18', dict(input_size=64), r'ResNet needs input_size=\(C, H, W\), or \(C, L\) for sequences, not 64'),
-    ('resnet18', dict(input_size=(3, 32, 32), rel_pos='learned'), 'None of 17 convolutions .* cannot express a conv'),
+    ('resnet18', dict(input_size=(3, 32, 32), rel_pos='learned'), "rel_pos='learned' cannot express a conv"),
+    ('resnet18', dict(input_size=(3, 32, 32), peak=1.5), r'^peak=1\.5 must be a number between 0 and 1'),
     ('resnet18', dict(input_size=(3, 32, 32), patch_size=0), 'patch_size=0 must be positive'),
     (None, {}, r'Sequential needs input_size=\(C, H, W\), or \(C, L\) for sequences, not None'),
 ])
@@ -276,6 +277,11 @@ def test_bad_input_gets_one_line_and_changes_nothing(model, kwargs, message):
     assert list(model.named_modules()) == before
     assert not any(module._forward_hooks for module in model.modules())
     assert all(module.training for module in model.modules())
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(TypeError, match='Expected a model with convolutions to replace, got str'):
+        attend_convs('resnet18')
 
 
 def test_a_model_that_does_not_run_with_this_input_is_left_as_it_was():

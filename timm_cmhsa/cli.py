@@ -5,7 +5,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, TextIO, Tuple, Type
+from typing import Any, Callable, Dict, List, Mapping, NoReturn, Optional, Sequence, TextIO, Tuple, Type
 
 from timm.utils import ParseKwargs
 
@@ -109,7 +109,10 @@ def say(*lines: str, file: Optional[TextIO] = None) -> None:
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints help and errors by `say`."""
+    """Prints help and errors by `say`; an error is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f'{self.prog}: error: {message} (see {self.prog} --help)\n')
 
     def _print_message(self, message: str, file: Any = None) -> None:
         say(*message.splitlines(), file=file or sys.stderr)

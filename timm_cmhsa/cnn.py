@@ -166,8 +166,13 @@ def attend_convs(
         The model.
 
     Raises:
+        TypeError: If it is not a model.
         ValueError: If there is nothing to replace, or the model does not run with such an input. It is left as it was.
     """
+    heads = HeadOptions(rel_pos=rel_pos, peak=peak)
+    heads.check()
+    if not isinstance(model, nn.Module):
+        raise TypeError(f'Expected a model with convolutions to replace, got {type(model).__name__}.')
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
     convs = _select(model, [names] if isinstance(names, str) else names)
@@ -188,7 +193,6 @@ def attend_convs(
             if any(owners[id(parameter)] > 1 for parameter in conv._parameters.values() if parameter is not None):
                 raise ValueError('It shares its weight or bias with another module.')
             if conv not in attended:
-                heads = HeadOptions(rel_pos=rel_pos, peak=peak)
                 attended[conv] = _attend(conv, shapes[conv], patch_size, heads, generator)
         except (ValueError, TypeError) as e:
             kept[name] = str(e)

@@ -129,7 +129,7 @@ def fit_heads(model: CmhsaConv, architecture: str, options: HeadOptions) -> Head
             others = [name for name, each in _architectures() if each.embed_dim == model.embed_dim]
             raise ValueError(
                 f'{architecture} has tokens of width {target.embed_dim}, the phase-1 model of {model.embed_dim}: '
-                f'choose {" or ".join(others) or f"{matching_architecture(model)} with head_dim=N"}.')
+                f'choose {" or ".join(others) or f"{matching_architecture(model, options.peak)} with head_dim=N"}.')
         head_dim = default.head_dim if is_thin else model.embed_dim
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, options.rel_pos, options.peak)
     needed = len(heads)
@@ -148,7 +148,8 @@ def check_architecture(name: str) -> None:
     """Refuse what is not the name of a registered phase-2 model."""
     choices = timm.list_models('*cmhsa_attn*')
     if name not in choices:
-        raise ValueError(f'{name} is not a phase-2 model: choose one of {", ".join(choices)}.')
+        shown = ', '.join(choice for choice in choices if not choice.startswith('test_'))
+        raise ValueError(f'{name} is not a phase-2 model: choose one of {shown}.')
 
 
 def matching_architecture(model: CmhsaConv, peak: Optional[float] = None) -> str:
