@@ -258,7 +258,6 @@ def test_chunks_give_way_to_masks_and_maps():
     assert not attn.can_chunk()
 
 
-
 def test_starts():
     """Centres N(0, 2 I) as in Section 4.2; square roots of inverse covariances near the identity."""
     rel_pos = create_rel_pos('quadratic_gen', (4, 4), 4000, 8)

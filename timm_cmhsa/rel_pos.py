@@ -267,11 +267,11 @@ class PaddedRelPosTable(RelPosTable):
         """
         scale = (self.bias_scale if bias_scale is None else bias_scale).to(table.device)
         growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
-        bias = table.double() * scale
-        bias = bias - bias.median(dim=0).values
+        centered = table.double() - table.double().median(dim=0).values
+        bias = centered * scale
         # log(1 + growth * (exp(bias) - 1)), without overflow
         grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
-        table = (torch.where(bias > 0, grown, bias) / scale).to(table.dtype)
+        table = torch.where(bias > 0, grown / scale, centered).to(table.dtype)
         return super().resize_table(table, grid_size, new_grid_size)
 
     def num_keys(self, grid_size: Grid) -> int:
