@@ -449,7 +449,7 @@ def test_natural_images_stopped(number, tmp_path):
 
 
 @pytest.mark.parametrize(('options', 'message'), [
-    (['--rows', 'peak 0.75'], "no row is called 'peak 0.75': choose of phase 1, "),
+    (['--rows', 'peak 0.75'], "no row is called 'peak 0.75': choose of 'phase 1', "),
     (['--data-dir', 'none'], 'none has no folder train: expected train/CLASS and validation/CLASS with images, or'),
     (['--num-train', '700'], 'has 60 training images of a class, where 350 to train on and 5 to hold out were'),
 ])
