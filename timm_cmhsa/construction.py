@@ -1,12 +1,12 @@
-"""Theorem 1: one convolution in, one attention layer out, exactly (arXiv 2111.01353; for pixels, arXiv 1911.03584).
+"""Theorem 1: one convolution in, one attention layer out, exactly (arXiv 2111.01353).
 
 Every patch that a convolution reads from lies at one of a few offsets from the patch that it writes to. A head attends
-to the patch at its offset and nowhere else, its values pick the pixels that matter there, and the output projection
-applies the kernel's weights to them. An offset that points outside the image leads to the zero key.
+to the patch at its offset, its values pick the pixels that matter there, and the output projection applies the kernel's
+weights to them. An offset that points outside the image leads to the zero key.
 
-With a peak, heads look at everything else as well. What that adds is a share of the mean over all patches, the same at
-every query, which further heads subtract. The rewrite is still exact, and its softmaxes have gradients to learn from
-(see docs/theory.md).
+Such a head is hard. A soft head attends to everything else as well. That adds a share of the mean over all patches, the
+same at every query, which further heads subtract. The rewrite is still exact, and its softmaxes have gradients to learn
+from (see docs/theory.md).
 """
 import itertools
 import math
@@ -19,45 +19,45 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from .attention import RelPosAttention
-from .efficient import is_watched
-from .encodings import POINTABLE, TABLES
 from .patches import Size2d
-from .rel_pos import OffsetRelPos, PaddedRelPosTable, exact_sharpness, precise_dtype
+from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
 
-MAX_SHARPNESS = 10_000  # float16 holds it, and twice that times a squared distance
+MAX_SHARPNESS = 10_000  # float16 holds it
 MAX_ROUNDING = 0.01  # by soft heads, relative to the output
 MAX_HEADS, MAX_HEAD_DIM = 10_000, 100_000
-MAX_PARAMS = 2 ** 33  # of a layer; absurd numbers of heads are refused before they exhaust the memory
+MAX_PARAMS = 2 ** 33  # of a layer
 
 
 class HeadOptions(NamedTuple):
     """How to express a convolution by heads, see `conv2d_to_attention`."""
     num_heads: Optional[int] = None
     head_dim: Optional[int] = None
+    qk_dim: Optional[int] = None
     sharpness: Optional[float] = None
     approximate: bool = False
-    rel_pos: str = 'table'
+    rel_pos: Optional[str] = None
     peak: Optional[float] = None
 
     def check(self) -> None:
-        """Refuse what expresses no convolution, whichever it is.
+        """Refuse options that fit no convolution.
 
         Raises:
-            ValueError: If it does not.
+            ValueError: If they do not.
         """
-        if self.rel_pos not in POINTABLE:
-            raise ValueError(f'rel_pos={self.rel_pos!r} cannot express a convolution: use {", ".join(POINTABLE)}.')
-        for name, value, most in (('num_heads', self.num_heads, MAX_HEADS), ('head_dim', self.head_dim, MAX_HEAD_DIM)):
+        limits = (('num_heads', MAX_HEADS), ('head_dim', MAX_HEAD_DIM), ('qk_dim', MAX_HEAD_DIM))
+        for name, most in limits:
+            value = getattr(self, name)
             if value is not None and not (isinstance(value, Integral) and 0 < value <= most):
                 raise ValueError(f'{name}={value} must be a positive whole number, and {most} at most.')
         if self.sharpness is not None and not (
                 isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):
             raise ValueError(f'sharpness={self.sharpness!r} must be positive, and {MAX_SHARPNESS} at most.')
         if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
-            raise ValueError(
-                f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75; without one, heads are one-hot.')
-        if self.peak is not None and self.rel_pos not in TABLES:
-            raise ValueError(f"peak={self.peak} is for rel_pos='table', where {self.rel_pos!r} was asked for.")
+            raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75, or None (hard heads).')
+        if self.rel_pos not in (None, RelPosTable.name, PaddedRelPosTable.name):
+            raise ValueError(f"rel_pos={self.rel_pos!r} cannot express a convolution: use 'table' or 'padded_table'.")
+        if self.peak is not None and self.rel_pos == RelPosTable.name:
+            raise ValueError(f"peak={self.peak} needs rel_pos='padded_table': heads of a 'table' are hard.")
 
 
 class Head(NamedTuple):
@@ -65,11 +65,11 @@ class Head(NamedTuple):
     offset: Optional[Tuple[int, int]]  # key patch minus query patch, (row, column); None for the mean
     inputs: torch.Tensor  # indices into the flattened key patch, at most head_dim of them
     taps: Tuple[torch.Tensor, ...] = ()  # of rows and of columns, see `_axis_taps`; none for the mean
-    is_soft: bool = False  # looks at all other patches as well
+    is_soft: bool = False
 
 
 class HeadFactors(NamedTuple):
-    """What one head adds to the output, of the patch or the mean that it looks at: patch @ value.T @ output."""
+    """What one head adds to the output for the patch or the mean that it looks at: patch @ value.T @ output."""
     head: Head
     value: torch.Tensor  # (at most head_dim, P_h * P_w * C_in)
     output: torch.Tensor  # (the same, P_h * P_w * C_out / stride^2)
@@ -84,42 +84,40 @@ def conv2d_to_attention(
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
         approximate: bool = False,
-        rel_pos: str = 'table',
+        rel_pos: Optional[str] = None,
         peak: Optional[float] = None,
+        qk_dim: Optional[int] = None,
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
-
-    Offsets that never meet the grid get no head, so a grid that is smaller than the kernel's reach must not grow
-    afterwards. With circular padding no grid may change: which offsets lead around the image depends on its size. With
-    a quadratic encoding, where a head has one offset, these need heads of their own.
 
     For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
     `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
 
     Queries start at zero and keys at random, which gives the same function as both at zero, and lets both learn.
-    Heads and head dimensions beyond those needed start like any attention layer's, with a zero output projection.
-    What starts at random has a seed of its own: the same convolution always gives the same attention.
+    Heads and head dimensions beyond those needed start at random, with a zero output projection. The seed is fixed: the
+    same convolution always gives the same attention.
+
+    Offsets that never meet the grid get no head, so a grid that is smaller than the kernel's reach must not grow
+    afterwards. With circular padding the grid must not change at all.
 
     Args:
         conv: Any kernel, dilation, groups and bias; zero or circular padding that keeps the image size (divided by
             the stride); strides that divide the patch size.
         patch_size: Pixels per patch side, P or (P_h, P_w).
         grid_size: Patches per image side, h or (h, w).
-        num_heads: Number of heads, N_H; by default as many as needed.
+        num_heads: Number of heads, N_H; by default the number needed.
         head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Several thinner heads share an
             offset.
-        sharpness: Bias M of the wanted offset of a one-hot head, where the zero key has M / 2 (in a 'padded_table'
-            what the padding sums up to) and all others 0; by default `exact_sharpness`. A lower one is less exact. It
-            is alpha of the quadratic encodings, whose biases are 0, -M / 2, and -M times the squared distance.
-        approximate: Where the heads are too few or too thin, take the rewrite with the least squared error among those
-            whose heads attend to one offset each (see `best_factors`) instead of raising an error.
-        rel_pos: Relative position encoding: 'table' (Theorem 1), 'padded_table', 'quadratic' (Lemma 2 of
-            arXiv 1911.03584) or 'quadratic_gen' (its Appendix E).
-        peak: Weight that a head gives to its own offset, below 1 and above that of a mean over all patches. Heads can
-            then learn where to look, which one-hot ones cannot, and the rewrite is still exact. It takes one more wide
-            head, or a few thin ones, and uses a 'padded_table'. Heads of offset (0, 0) stay one-hot where that saves
-            heads. In half precision, what heads add and take away is rounded; convert in float32. By default all heads
-            are one-hot.
+        sharpness: Bias M of a hard head at its offset, where the zero key has M / 2 (in a 'padded_table' the sum over
+            the padding) and all others 0; by default `exact_sharpness`. A lower one is less exact.
+        approximate: If the heads are too few or too thin, take the hard heads with the least squared error (see
+            `best_factors`) instead of raising an error.
+        rel_pos: 'table' or 'padded_table'; by default the latter if there is a peak.
+        peak: Weight that a head gives to its own offset. None makes heads hard. With a number below 1, and above that
+            of a mean over all patches, heads are soft: they can learn where to look, and the rewrite is as exact. This
+            takes one more wide head, or a few thin ones. Heads of offset (0, 0) stay hard where that saves heads. In
+            half precision, what soft heads add and subtract is rounded: convert in float32.
+        qk_dim: Width of queries and keys, see `RelPosAttention`.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -128,6 +126,8 @@ def conv2d_to_attention(
         TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardization, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    options.check()
     _check_plain(conv)
     for axis, patch in enumerate(to_2tuple(patch_size)):
         _check_stride(conv, axis, patch)
@@ -135,7 +135,6 @@ def conv2d_to_attention(
         spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
         remedy = 'an odd kernel' if any(span % 2 for span in spans) else f'padding=({spans[0] // 2}, {spans[1] // 2})'
         raise ValueError(f'padding={conv.padding!r} does not keep the size (divided by the stride): use {remedy}.')
-    options = HeadOptions(num_heads, head_dim, sharpness, approximate, rel_pos, peak)
     return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0))
 
 
@@ -146,10 +145,17 @@ def rewrite(
         grid_size: Size2d,
         options: HeadOptions,
         generator: torch.Generator,
+        heads: Optional[List[Head]] = None,
 ) -> RelPosAttention:
-    """Do what `conv2d_to_attention` does, for any padding: the patches of the output may cover more or less of it."""
-    options.check()
-    heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.rel_pos, options.peak)
+    """Rewrite a convolution for any padding: the patches of the output may cover more or less of it.
+
+    Args:
+        conv, patch_size, grid_size: See `conv2d_to_attention`.
+        options: Number and kind of heads, checked.
+        generator: For the random start of keys and spare heads.
+        heads: Plan of the heads, if `plan_heads` has already made it.
+    """
+    heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.peak) if heads is None else heads
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
@@ -157,36 +163,35 @@ def rewrite(
     if len(heads) > num_heads:
         if not options.approximate or options.peak is not None:
             best = (', or approximate=True for the best that these can' if options.peak is None else
-                    '; approximate=True is for heads without a peak' if options.approximate else '')
+                    '; approximate=True is for hard heads' if options.approximate else '')
             raise ValueError(f'{_too_few_heads(heads, num_heads, options.head_dim or dim)}{best}.')
-        factors = best_factors(conv, heads, num_heads, grid_size, options)
+        factors = best_factors(conv, heads, num_heads, grid_size, options.head_dim)
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
     sharpness = options.sharpness
     if sharpness is None:
         sharpness = exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
-    num_params = num_heads * (options.head_dim or dim) * (3 * dim + dim_out)
+    num_params = num_heads * (options.head_dim or dim) * (dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
         attn = RelPosAttention(
-            dim, grid_size, num_heads, options.head_dim, dim_out=dim_out, dtype=conv.weight.dtype,
+            dim, grid_size, num_heads, options.head_dim, options.qk_dim, dim_out=dim_out, dtype=conv.weight.dtype,
             **_encoding(conv, heads, options))
     attn.to_empty(device='cpu').reset_parameters(generator)
-    assert isinstance(attn.rel_pos, OffsetRelPos)
     soft_sharpness, share_of_mean = 0., 0.
     if options.peak is not None and any(head.is_soft for head in heads):
         assert isinstance(attn.rel_pos, PaddedRelPosTable)
         soft_sharpness, share_of_mean = _soft_sharpness(attn.rel_pos, options.peak)
-    query, _, value = attn.qkv.weight.view(3, num_heads, -1, dim).unbind(0)
+    query, _, value = (weight.unflatten(0, (num_heads, -1)) for weight in attn.qkv.weight.split(attn.widths))
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
     for i, (head, inputs, outputs) in enumerate(factors):
         row, col = head.offset or (0, 0)
         rows, cols = [row], [col]
-        if _heads_wrap(conv, options.rel_pos):
+        if conv.padding_mode == 'circular':
             rows, cols = _wrapped(row, grid_h), _wrapped(col, grid_w)
         bias = 0. if head.offset is None else soft_sharpness if head.is_soft else sharpness
         attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), bias)
@@ -207,17 +212,15 @@ def plan_heads(
         patch_size: Size2d,
         grid_size: Size2d,
         head_dim: Optional[int] = None,
-        rel_pos: str = 'table',
         peak: Optional[float] = None,
 ) -> List[Head]:
-    """Give every offset as many heads as its inputs fill; a head of full width carries its patch whole.
+    """Give every offset the heads that its inputs fill; a head of full width carries its patch whole.
 
     With full-width heads, an odd kernel without stride and dilation, and a grid that is larger than its reach, these
-    are the (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, those that take the mean away come last.
+    are the (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, the heads that subtract the mean come last.
     Arguments and errors are those of `conv2d_to_attention`.
     """
     _check_plain(conv)
-    HeadOptions(head_dim=head_dim, rel_pos=rel_pos).check()
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
@@ -226,11 +229,7 @@ def plan_heads(
     head_dim = patch_h * patch_w * conv.in_channels if head_dim is None else head_dim
     if min(patch_h, patch_w, grid_h, grid_w) < 1:
         raise ValueError(f'{patch_size=} and {grid_size=} must be positive.')
-
     row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
-    if conv.padding_mode == 'circular' and not _heads_wrap(conv, rel_pos):
-        row_taps = {wrapped: tap for offset, tap in row_taps.items() for wrapped in _wrapped(offset, grid_h)}
-        col_taps = {wrapped: tap for offset, tap in col_taps.items() for wrapped in _wrapped(offset, grid_w)}
     heads = []
     for row, row_tap in row_taps.items():
         for col, col_tap in col_taps.items():
@@ -254,12 +253,12 @@ def _soften(heads: List[Head], head_dim: int) -> List[Head]:
 
 
 def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[str, Any]:
-    """Return the encoding of the layer, and the padding that its heads reach, as arguments of the layer."""
+    """Return the relative position bias of the layer, and the padding that its heads reach, as its arguments."""
     if options.peak is None and options.rel_pos != PaddedRelPosTable.name:
-        return {'rel_pos': options.rel_pos}
-    offsets = [(0, 0)]
-    if not _heads_wrap(conv, options.rel_pos):
-        offsets += [head.offset for head in heads if head.offset is not None]
+        return {'rel_pos': RelPosTable.name}
+    if conv.padding_mode == 'circular':
+        return {'rel_pos': PaddedRelPosTable.name, 'padding': 0}
+    offsets = [(1, 1), *(head.offset for head in heads if head.offset is not None)]  # (1, 1) is the default
     return {'rel_pos': PaddedRelPosTable.name, 'padding': tuple(max(map(abs, axis)) for axis in zip(*offsets))}
 
 
@@ -316,7 +315,7 @@ def best_factors(
         heads: List[Head],
         num_heads: int,
         grid_size: Size2d,
-        options: HeadOptions,
+        head_dim: Optional[int],
 ) -> List[HeadFactors]:
     """Return the few heads that come closest to the convolution, each at one offset.
 
@@ -325,7 +324,8 @@ def best_factors(
     the best choice. They minimize the squared error over all output pixels of an image of white noise, borders
     included, where an offset counts by the number of patches that have a neighbour there.
     """
-    kernel, (grid_h, grid_w), wraps = _dense_kernel(conv), to_2tuple(grid_size), _heads_wrap(conv, options.rel_pos)
+    kernel, (grid_h, grid_w) = _dense_kernel(conv), to_2tuple(grid_size)
+    wraps = conv.padding_mode == 'circular'
     choices = []
     for head in {head.offset: head for head in heads}.values():  # one for each offset: its inputs do not matter
         row, col = head.offset or (0, 0)
@@ -333,7 +333,7 @@ def best_factors(
         block = _offset_block(kernel, *head.taps)
         inputs, outputs = block.any(dim=1), block.any(dim=0)
         left, scales, right = torch.linalg.svd(block[inputs][:, outputs], full_matrices=False)
-        for vectors in torch.arange(len(scales), device='cpu').split(options.head_dim or len(block)):
+        for vectors in torch.arange(len(scales), device='cpu').split(head_dim or len(block)):
             value, output = block.new_zeros(len(vectors), len(block)), block.new_zeros(len(vectors), len(block[0]))
             value[:, inputs] = left[:, vectors].T
             output[:, outputs] = scales[vectors, None] * right[vectors]
@@ -379,8 +379,6 @@ def _check_plain(conv: nn.Module) -> None:
     plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
     if not plain or getattr(type(conv), '_conv_forward', None) is not nn.Conv2d._conv_forward:
         raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
-    if is_watched(conv) or '_conv_forward' in vars(conv):
-        raise TypeError('Expected a plain nn.Conv2d: attention would drop its hooks or other forward.')
 
 
 def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
@@ -410,11 +408,6 @@ def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Te
     block = torch.einsum('imp,dcmn->pcidn', row_tap, kernel)
     block = torch.einsum('pcidn,jnq->pqcijd', block, col_tap)
     return block.flatten(0, 2).flatten(1)
-
-
-def _heads_wrap(conv: nn.Conv2d, rel_pos: str) -> bool:
-    """Return whether a head follows its offset around the image. A Gaussian cannot: every way around needs a head."""
-    return conv.padding_mode == 'circular' and rel_pos in TABLES
 
 
 def _wrapped(offset: int, grid: int) -> List[int]:

@@ -1,15 +1,19 @@
-"""Images as tokens, and back: a token is a flattened patch."""
-from typing import Tuple, Union
+"""Images as tokens, and back: a token is a flattened patch. Phase 1's token mixer: a convolution over the image."""
+import math
+from numbers import Integral
+from typing import Final, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
+from timm.layers import to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
 
 Size2d = Union[int, Tuple[int, int]]
+Mask = Optional[torch.Tensor]  # (..., N, N): which keys a query may attend to, or what to add to the scores
 
 
-# Keep these as leaves for FX: they branch on traced values.
+# Keep these functions as leaves for FX: they branch on traced values.
 @torch.fx.wrap
 @register_notrace_function
 def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
@@ -38,11 +42,12 @@ def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
 @torch.fx.wrap
 @register_notrace_function
 def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> torch.Tensor:
-    """Lay flattened patches back as the images they were cut from; the inverse of `patchify`.
+    """Put flattened patches back together as images; the inverse of `patchify`.
 
     Args:
         tokens: Shape (B, N, P_h * P_w * C).
-        patch_size, grid_size: Pixels per patch side, P or (P_h, P_w), and patches per image side, h or (h, w).
+        patch_size: Pixels per patch side, P or (P_h, P_w).
+        grid_size: Patches per image side, h or (h, w).
 
     Returns:
         Images of shape (B, C, h * P_h, w * P_w), channels last in memory, which is faster to convolve on a CPU.
@@ -65,6 +70,30 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
     return images.permute(0, 3, 1, 2)
 
 
+@torch.fx.wrap
+@register_notrace_function
+def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+    """Return the tokens of a mixer that has no attention to mask.
+
+    Raises:
+        ValueError: If there is a mask.
+    """
+    if attn_mask is not None or is_causal:
+        raise ValueError('Convolutions and hard heads have no attention to mask: leave out attn_mask and is_causal.')
+    return x
+
+
+def check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
+    """Raise ValueError if an image, H x W pixels, cannot be cut into whole patches."""
+    for name, sides in (('img_size', to_2tuple(img_size)), ('patch_size', to_2tuple(patch_size))):
+        if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
+            raise ValueError(f'{name}={sides} must be one or two whole numbers, height and width.')
+    for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)):
+        if patch < 1 or size < patch or size % patch:
+            raise ValueError(
+                f'img_size={img_size} is not divisible by patch_size={patch_size}: use a multiple of the patch size.')
+
+
 class PatchReshape(nn.Module):
     """Phase 1's patch projection: the identity, a reshape without parameters.
 
@@ -80,3 +109,63 @@ class PatchReshape(nn.Module):
         B, _, H, W = x.shape
         x = patchify(F.pad(x, [0, 0, 0, 0, 0, self.extra_chans]), self.patch_size)
         return x.transpose(1, 2).reshape(B, x.shape[2], H // self.patch_size[0], W // self.patch_size[1])
+
+
+@torch.no_grad()
+def init_patch_identity(proj: nn.Conv2d) -> None:
+    """Make a patch projection, of weight (d, in_chans, P_h, P_w), compute the same as phase 1's reshape."""
+    embed_dim, in_chans, *patch_size = proj.weight.shape
+    one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
+    proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
+    if proj.bias is not None:
+        nn.init.zeros_(proj.bias)
+
+
+class PatchConv2d(nn.Module):
+    """Phase 1's token mixer: a convolution over the whole image, with zero padding that keeps its size.
+
+    Maps tokens of shape (B, N, P * P * C) to the same shape.
+    """
+    patch_size: Final[Tuple[int, int]]
+
+    def __init__(
+            self,
+            dim: int,
+            patch_size: Size2d,
+            grid_size: Size2d,
+            kernel_size: Size2d = 3,
+            proj_drop: float = 0.,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        """
+        Args:
+            dim: Token width, P * P * C.
+            patch_size: Pixels per patch side.
+            grid_size: Patches per image side.
+            kernel_size: Kernel of the convolution, odd.
+            proj_drop: Dropout rate of the output.
+
+        Raises:
+            ValueError: If the width is not that of a patch, or the kernel is even, which would change the image size.
+        """
+        super().__init__()
+        kernel_h, kernel_w = to_2tuple(kernel_size)
+        if dim % math.prod(to_2tuple(patch_size)):
+            raise ValueError(f'dim={dim} is not the width of a patch of {patch_size} pixels a side.')
+        if kernel_h % 2 == 0 or kernel_w % 2 == 0:
+            raise ValueError(f'kernel_size={kernel_size} cannot be centred on a pixel: use an odd size such as 3 or 5.')
+        self.patch_size = to_2tuple(patch_size)
+        self.grid_size = to_2tuple(grid_size)
+        chans = dim // math.prod(self.patch_size)
+        padding = (kernel_h // 2, kernel_w // 2)
+        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=padding, device=device, dtype=dtype)
+        self.proj_drop = nn.Dropout(proj_drop)
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        self.grid_size = grid_size
+
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+        x = reject_attn_mask(x, attn_mask, is_causal)
+        x = self.conv(unpatchify(x, self.patch_size, self.grid_size))
+        return self.proj_drop(patchify(x, self.patch_size))

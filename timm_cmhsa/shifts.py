@@ -1,208 +1,136 @@
-"""Attention whose heads are shifts: each looks at one offset, whatever the image is.
-
-Such a head needs no queries, keys or softmax: it moves its values by the offset. What tells a shift from other heads is
-in `certificates.py`.
-"""
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+"""Hard heads computed as shifts: a head that looks at one offset moves its values, and needs no softmax."""
+import math
+from itertools import groupby
+from typing import TYPE_CHECKING, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .rel_pos import Grid, Mask, reject_attn_mask
+from .patches import Mask, reject_attn_mask
+from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
+
+if TYPE_CHECKING:
+    from .attention import RelPosAttention
+
+MAX_LEAK = 1e-4  # largest share of its attention that a hard head may give to other patches
 
 torch.fx.wrap('reject_attn_mask')  # keep as a leaf for FX
 
-BORDERS = ('zeros', 'circular', 'replicate')  # what a shift sees outside the image, as a convolution's padding_mode
+Offset = Tuple[int, int]  # key patch minus query patch, (row, column)
 
 
-class Shift(NamedTuple):
-    """Where a head looks from every query."""
-    offset: Tuple[int, int]  # key patch minus query patch, (row, column)
-    border: str  # one of BORDERS
+@torch.no_grad()
+def hard_offsets(attn: 'RelPosAttention') -> List[Optional[Offset]]:
+    """Return the offset of every hard head of a layer, None for the other heads.
 
-    def keys(self, grid_size: Grid) -> torch.Tensor:
-        """Return the key of every query, the number of patches (that of the zero key) for none: shape (N,)."""
-        height, width = grid_size
-        rows = torch.arange(height, device='cpu').unsqueeze(1) + self.offset[0]
-        cols = torch.arange(width, device='cpu') + self.offset[1]
-        if self.border == 'circular':
-            rows, cols = rows % height, cols % width
-        if self.border == 'replicate':
-            rows, cols = rows.clamp(0, height - 1), cols.clamp(0, width - 1)
-        outside = (rows < 0) | (rows >= height) | (cols < 0) | (cols >= width)
-        return (rows * width + cols).masked_fill(outside, height * width).flatten()
-
-
-class TokenShift(nn.Module):
-    """Give every token what is at an offset from it: (B, N, C) to the same shape."""
-    __constants__ = ('offset', 'border', 'grid_size')
-
-    def __init__(self, shift: Shift, grid_size: Grid) -> None:
-        super().__init__()
-        self.offset, self.border = shift
-        self.grid_size = grid_size
-
-    def extra_repr(self) -> str:
-        return f'offset={self.offset}, border={self.border}'
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        row, col = self.offset
-        height, width = self.grid_size
-        if row == 0 and col == 0:
-            return x
-        x = x.reshape(x.shape[0], height, width, x.shape[2])
-        if self.border == 'circular':
-            x = torch.roll(x, [-row, -col], [1, 2])
-        elif self.border == 'replicate':
-            rows = torch.arange(row, row + height, device=x.device).clamp(0, height - 1)
-            cols = torch.arange(col, col + width, device=x.device).clamp(0, width - 1)
-            x = x.index_select(1, rows).index_select(2, cols)
-        elif abs(row) < height and abs(col) < width:
-            x = x[:, max(row, 0):height + min(row, 0), max(col, 0):width + min(col, 0)]
-            x = F.pad(x, [0, 0, max(-col, 0), max(col, 0), max(-row, 0), max(row, 0)])
-        else:
-            x = torch.zeros_like(x)
-        return x.flatten(1, 2)
+    A head is hard if its queries are zero, so that scores are biases alone, and its biases give all but `MAX_LEAK` of
+    the attention to one offset, or to the zero key where that offset lies outside the image.
+    """
+    rel_pos, num_heads = attn.rel_pos, attn.num_heads
+    query = attn.qkv.weight[:num_heads * attn.qk_dim].unflatten(0, (num_heads, -1))
+    is_hard = ~query.flatten(1).any(dim=1)
+    if attn.qkv.bias is not None:
+        is_hard &= ~attn.qkv.bias[:num_heads * attn.qk_dim].view(num_heads, -1).any(dim=1)
+    bias, zero_key = rel_pos.offset_bias().double(), rel_pos.zero_key_bias.double()
+    (best, second), (index, _) = bias.topk(2, dim=0) if len(bias) > 1 else _only_entry(bias)
+    offsets = rel_pos.offsets[index].tolist()
+    if isinstance(rel_pos, PaddedRelPosTable):
+        num_keys = rel_pos.num_keys(rel_pos.grid_size)
+        in_ring = torch.tensor([abs(row) <= rel_pos.padding[0] and abs(col) <= rel_pos.padding[1]
+                                for row, col in offsets], device=bias.device)
+        is_hard &= in_ring
+        others = num_keys * (second - best).exp()
+        leak = torch.maximum(others * (1 + zero_key.exp()), others * (1 + (-zero_key).exp()))
+    else:
+        others = math.prod(rel_pos.grid_size) * second.exp()
+        leak = torch.maximum((others + zero_key.exp()) / best.exp(), others / zero_key.exp())
+    is_hard &= leak <= MAX_LEAK
+    return [(row, col) if hard else None for (row, col), hard in zip(offsets, is_hard.tolist())]
 
 
-def group_heads(shifts: Sequence[Optional[Shift]]) -> Dict[Shift, List[int]]:
-    """Return the heads with each shift, given that of every head or None."""
-    groups: Dict[Shift, List[int]] = {}
-    for head, shift in enumerate(shifts):
-        if shift is not None:
-            groups.setdefault(shift, []).append(head)
-    return groups
+def _only_entry(bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
+    """Return what `topk` would for a table with a single offset: (values, indices), the second value -inf."""
+    values = torch.cat([bias, torch.full_like(bias, -math.inf)])
+    return values, torch.zeros_like(values, dtype=torch.long)
 
 
-class Factors(NamedTuple):
-    """What heads with the same shift do: tokens x become shift(x @ value.T + bias) @ output.T."""
-    value: torch.Tensor  # (width, dim)
-    bias: Optional[torch.Tensor]  # (width,)
-    output: torch.Tensor  # (dim_out, width)
-
-    def to(self, device: torch.device, dtype: torch.dtype) -> 'Factors':
-        bias = None if self.bias is None else self.bias.to(device, dtype)
-        return Factors(self.value.to(device, dtype), bias, self.output.to(device, dtype))
-
-    def without_idle(self) -> 'Factors':
-        """Return the same without dimensions that the output does not use."""
-        used = self.output.any(dim=0)
-        return Factors(self.value[used], None if self.bias is None else self.bias[used], self.output[:, used])
+def point_at_nearest(rel_pos: RelPosTable, sharpness: float) -> None:
+    """Point every head at an offset, the nearest offsets first."""
+    reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
+    offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
+    offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
+    for head in range(rel_pos.num_heads):
+        rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
 
 
-def head_factors(qkv: nn.Linear, proj: nn.Linear, num_heads: int, heads: List[int]) -> Factors:
-    """Return the factors of some heads of an attention layer, as one."""
-    value = qkv.weight.view(3, num_heads, -1, qkv.in_features)[2, heads].flatten(0, 1)
-    bias = None if qkv.bias is None else qkv.bias.view(3, num_heads, -1)[2, heads].flatten()
-    return Factors(value, bias, proj.weight.view(proj.out_features, num_heads, -1)[:, heads].flatten(1))
+def shift_tokens(x: torch.Tensor, offset: Offset, grid_size: Grid) -> torch.Tensor:
+    """Give every patch the token at an offset from it, and zeros outside the image: (B, N, C) to the same shape."""
+    row, col = offset
+    height, width = grid_size
+    if row == 0 and col == 0:
+        return x
+    if abs(row) >= height or abs(col) >= width:
+        return torch.zeros_like(x)
+    x = x.reshape(x.shape[0], height, width, x.shape[2])
+    x = x[:, max(row, 0):height + min(row, 0), max(col, 0):width + min(col, 0)]
+    return F.pad(x, [0, 0, max(-col, 0), max(col, 0), max(-row, 0), max(row, 0)]).flatten(1, 2)
 
 
-class ShiftedHeads(nn.Module):
-    """Heads that are shifts: (B, N, dim) to (B, N, dim_out). The weights are the caller's.
+class HeadShifts(nn.Module):
+    """Move the values of every head by its offset: (B, N, num_heads * head_dim) to the same shape.
 
-    Heads with the same shift move their values, or, where these are wide, the tokens: the value and output projections
-    are then multiplied first, as in weight absorption. Outside the image values are zero, and so is their bias.
+    Heads with offset None are left out: their output is zero.
     """
 
-    def __init__(self, shifts: Iterable[Shift], widths: Iterable[int], dim: int, dim_out: int, grid_size: Grid) -> None:
-        """
-        Args:
-            shifts: All different.
-            widths: Of the values of the heads with each shift.
-            dim, dim_out: Width of a token, and of the output.
-            grid_size: Patches per image side.
-        """
+    def __init__(self, offsets: List[Optional[Offset]], head_dim: int, grid_size: Grid) -> None:
         super().__init__()
-        self.shifts = nn.ModuleList(TokenShift(shift, grid_size) for shift in shifts)
-        self.widths = list(widths)
-        self.moves_tokens = [width * (dim + dim_out) > dim * dim_out for width in self.widths]
+        self.grid_size = grid_size
+        groups = [(offset, len(list(heads))) for offset, heads in groupby(offsets)]
+        self.offsets: List[Offset] = [offset or (0, 0) if offset is not None else grid_size for offset, _ in groups]
+        self.widths: List[int] = [num_heads * head_dim for _, num_heads in groups]
 
-    def weights(
-            self,
-            factors: Sequence[Factors],
-    ) -> Tuple[torch.Tensor, torch.Tensor, Optional[torch.Tensor]]:
-        """Return the weights that `forward` takes: of values, of the output, and what every shift adds to it."""
-        values = [value for moves_tokens, (value, _, _) in zip(self.moves_tokens, factors) if not moves_tokens]
-        outputs = [output @ value if moves_tokens else output
-                   for moves_tokens, (value, _, output) in zip(self.moves_tokens, factors)]
-        biases = [output @ bias for _, bias, output in factors if bias is not None]
-        value = torch.cat(values) if values else factors[0].value[:0]
-        return value, torch.cat(outputs, dim=1), torch.stack(biases) if biases else None
-
-    def forward(
-            self,
-            x: torch.Tensor,
-            value: torch.Tensor,
-            output: torch.Tensor,
-            shift_bias: Optional[torch.Tensor],
-            bias: Optional[torch.Tensor],
-    ) -> torch.Tensor:
-        values = F.linear(x, value)
-        ones = x.new_ones(1, x.shape[1], 1)
-        moved: List[torch.Tensor] = []
-        inside: List[torch.Tensor] = []
-        start = 0
-        for i, shift in enumerate(self.shifts):
-            if self.moves_tokens[i]:
-                moved.append(shift(x))
-            else:
-                moved.append(shift(values[..., start:start + self.widths[i]]))
-                start += self.widths[i]
-            inside.append(shift(ones))
-        x = F.linear(torch.cat(moved, dim=-1), output, bias)
-        if shift_bias is not None:
-            x = x + (torch.cat(inside, dim=-1) @ shift_bias).to(x.dtype)
-        return x
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shifted = [shift_tokens(values, offset, self.grid_size)
+                   for values, offset in zip(x.split(self.widths, dim=-1), self.offsets)]
+        return torch.cat(shifted, dim=-1)
 
 
-class ShiftedAttention(nn.Module):
-    """An attention layer for inference, the heads that are shifts computed as such. Nothing of it can be trained.
+class HardAttention(nn.Module):
+    """A `RelPosAttention` for inference whose heads are all hard: no queries, keys or biases are left.
 
     Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
 
-    @torch.no_grad()
-    def __init__(
-            self,
-            shifts: Dict[Shift, Factors],
-            bias: Optional[torch.Tensor],
-            grid_size: Grid,
-            rest: Optional[nn.Module] = None,
-    ) -> None:
+    def __init__(self, attn: 'RelPosAttention', offsets: List[Optional[Offset]]) -> None:
         """
         Args:
-            shifts: What the heads with each shift do.
-            bias: Of the output, (dim_out,).
-            grid_size: Patches per image side.
-            rest: A layer with the other heads, without this bias.
+            attn: Layer to replace.
+            offsets: Of its heads, see `hard_offsets`. Heads with None are dropped.
         """
         super().__init__()
-        used = {shift: each.without_idle() for shift, each in shifts.items() if each.output.any()}
-        used = used or dict([next(iter(shifts.items()))])  # one at least
-        factors = list(used.values())
-        output, value = factors[0].output, factors[0].value
-        self.grid_size = grid_size
-        self.heads = ShiftedHeads(used, [len(each.value) for each in factors], value.shape[1], len(output), grid_size)
-        precise = torch.promote_types(value.dtype, torch.float32)  # so that products are rounded once
-        weights = self.heads.weights([each.to(value.device, precise) for each in factors])
-        if weights[2] is not None and not weights[2].any():
-            weights = *weights[:2], None
-        for name, weight in zip(('value', 'output', 'shift_bias', 'bias'), (*weights, bias)):
-            frozen = None if weight is None else nn.Parameter(weight.detach().to(value.dtype, copy=True), False)
-            self.register_parameter(name, frozen)
-        self.rest = rest
+        used = [head for head, offset in enumerate(offsets) if offset is not None]
+        self.grid_size = attn.grid_size
+        value, bias = attn.value_weight()
+        weight = attn.proj.weight.unflatten(1, (attn.num_heads, -1))[:, used].flatten(1)
+        self.value = frozen_linear(
+            value.unflatten(0, (attn.num_heads, -1))[used].flatten(0, 1),
+            None if bias is None else bias.view(attn.num_heads, -1)[used].flatten())
+        self.shifts = HeadShifts([offsets[head] for head in used], attn.head_dim, attn.grid_size)
+        self.proj = frozen_linear(weight, attn.proj.bias)
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        """Refuse to change the grid: on another one, other heads can be shifts, and these can be others."""
-        if grid_size != self.grid_size:
-            raise ValueError(
-                'The heads were found to be shifts on a grid of {} x {} patches: set the input size before '
-                'the model is reparameterized.'.format(*self.grid_size))
+        self.grid_size = self.shifts.grid_size = grid_size
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         x = reject_attn_mask(x, attn_mask, is_causal)
-        out = self.heads(x, self.value, self.output, self.shift_bias, self.bias)
-        if self.rest is not None:
-            out = out + self.rest(x)
-        return out
+        return self.proj(self.shifts(self.value(x)))
+
+
+def frozen_linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
+    """Return a linear layer with copies of a weight, (out, in), and a bias, (out,), that do not learn."""
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device='meta')
+    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
+    return linear

@@ -6,11 +6,8 @@ A token is a flattened P x P patch of C channels, so its width is d = P * P * C.
 a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with relative position bias. Otherwise
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
-import contextlib
-import logging
 import math
-from numbers import Integral
-from typing import TYPE_CHECKING, Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Type, Union
+from typing import TYPE_CHECKING, Any, Dict, Optional, Set, Tuple, Type
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -20,34 +17,23 @@ from timm.models.vision_transformer import Block, VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
-from .efficient import is_watched
-from .encodings import POINTABLE, resize_offset_embed
-from .messages import shorten_names
-from .patch_conv import PatchConv2d
-from .patches import PatchReshape, Size2d, unpatchify
-from .rel_pos import OffsetRelPos, PaddedRelPosTable, RelPos, RelPosTable, exact_sharpness, padding_of, precise_dtype
+from .patches import PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
+from .rel_pos import Grid, PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .shifts import point_at_nearest
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
-_logger = logging.getLogger(__name__)
-
 
 class CmhsaBlock(Block):
-    """timm's block, which tells its attention what normalizes the tokens."""
+    """timm's block with a form for inference."""
     if TYPE_CHECKING:
         attn: Any  # TorchScript knows no such annotation
 
     def fuse(self) -> nn.Module:
-        """Give the attention its form for inference, for `timm.utils.reparameterize_model`."""
+        """Fuse the attention, for `timm.utils.reparameterize_model`."""
         if hasattr(self.attn, 'fuse'):
-            self.attn = self.attn.fuse(self.attn_norm())
+            self.attn = self.attn.fuse()
         return self
-
-    def attn_norm(self) -> Optional[nn.Module]:
-        """Return what normalizes the input of the attention, None if a subclass or a hook may do otherwise."""
-        if type(self) is not CmhsaBlock or is_watched(self) or is_watched(self.attn):
-            return None
-        return self.norm1
 
 
 class Cmhsa(VisionTransformer):
@@ -96,9 +82,9 @@ class Cmhsa(VisionTransformer):
         Raises:
             ValueError: If the image is not divisible by the patch, or has more channels than a token carries.
         """
-        _check_divisible(img_size, patch_size)
+        check_divisible(img_size, patch_size)
         if global_pool == 'token':
-            raise ValueError("global_pool='token' needs a class token, which these models have not: use 'avg'.")
+            raise ValueError("global_pool='token' needs a class token, which these models do not have: use 'avg'.")
         if in_chans < 1 or hidden_chans < 1 or depth < 1:
             raise ValueError(f'{in_chans=}, {hidden_chans=} and {depth=} must be positive.')
         if in_chans > hidden_chans:
@@ -149,53 +135,23 @@ class Cmhsa(VisionTransformer):
         return {name for name, _ in self.named_parameters() if '.rel_pos.' in name}
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        """Change the input resolution, pixels; what is known of every offset between patches is kept.
+        """Change the input resolution, pixels; the bias of every offset between patches is kept.
 
         Raises:
             ValueError: If the image is not divisible by the patch, or the patch size would change.
-            RuntimeError: If there is no memory for so many offsets. In all cases the model is left as it was.
         """
         if patch_size is not None and to_2tuple(patch_size) != self.patch_embed.patch_size:
             raise ValueError(
                 f'patch_size={patch_size} would change the width of a token from {self.embed_dim}: '
                 f'create a new model with that patch_size instead.')
         if img_size is not None:
-            _check_divisible(img_size, self.patch_embed.patch_size)
-        with unchanged_on_error(self):
-            super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
-            for block in self.blocks:
-                block.attn.set_grid_size(self.patch_embed.grid_size)
+            check_divisible(img_size, self.patch_embed.patch_size)
+        super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
+        for block in self.blocks:
+            block.attn.set_grid_size(self.patch_embed.grid_size)
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         return x  # There is none to add, and timm's method fails for an empty batch.
-
-
-@contextlib.contextmanager
-def unchanged_on_error(model: nn.Module) -> Iterator[None]:
-    """Give every module its attributes, parameters and buffers back if an error leaves the block."""
-    kinds = '_parameters', '_buffers', '_modules'
-    before = [(module, {**vars(module), **{kind: dict(vars(module)[kind]) for kind in kinds}})
-              for module in model.modules()]
-    learned = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    try:
-        yield
-    except BaseException:
-        for module, attributes in before:
-            vars(module).clear()
-            vars(module).update(attributes)
-        for parameter, is_learned in learned:
-            parameter.requires_grad_(is_learned)
-        raise
-
-
-def _check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
-    for name, sides in (('img_size', to_2tuple(img_size)), ('patch_size', to_2tuple(patch_size))):
-        if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
-            raise ValueError(f'{name}={sides} must be one or two whole numbers, height and width.')
-    for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)):
-        if patch < 1 or size < patch or size % patch:
-            raise ValueError(
-                f'img_size={img_size} is not divisible by patch_size={patch_size}: use a multiple of the patch size.')
 
 
 class CmhsaConv(Cmhsa):
@@ -227,8 +183,9 @@ class CmhsaAttn(Cmhsa):
     def __init__(
             self,
             *,
-            num_heads: Union[int, Sequence[int]] = 9,
+            num_heads: int = 9,
             head_dim: Optional[int] = None,
+            qk_dim: Optional[int] = None,
             qkv_bias: bool = True,
             rel_pos: str = 'table',
             padding: Optional[Size2d] = None,
@@ -237,23 +194,24 @@ class CmhsaAttn(Cmhsa):
     ) -> None:
         """
         Args:
-            num_heads: Number of heads, N_H, of every block or of each.
-            head_dim: Width of a head, d_H; by default that of a token.
+            num_heads: Number of heads, N_H.
+            head_dim: Width of a head's values, d_H; by default that of a token.
+            qk_dim: Width of a head's queries and keys; by default 64, or 32 for heads thinner than a token.
             qkv_bias: Give queries, keys and values a bias.
-            rel_pos: Relative position encoding: 'table', 'padded_table', 'quadratic', 'quadratic_gen', 'learned' or
-                'learned_content'.
-            padding: Patches of padding that the zero key of a 'padded_table' stands for; by default one on every side.
-            hard_attn: Compute heads as shifts, see `set_hard_attn`. They start at the offsets nearest to the query.
+            rel_pos: Relative position bias, 'table' or 'padded_table', see `create_rel_pos`.
+            padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
+            hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
             **kwargs: See `Cmhsa`.
         """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
-        for block, block_heads in zip(self.blocks, heads_of_blocks(num_heads, len(self.blocks))):
+        for block in self.blocks:
             block.attn = RelPosAttention(
                 self.embed_dim,
                 self.patch_embed.grid_size,
-                num_heads=block_heads,
+                num_heads=num_heads,
                 head_dim=head_dim,
+                qk_dim=qk_dim,
                 qkv_bias=qkv_bias,
                 attn_drop=self.drop_rates['attn_drop_rate'],
                 proj_drop=self.drop_rates['proj_drop_rate'],
@@ -264,16 +222,16 @@ class CmhsaAttn(Cmhsa):
         self.hard_attn = hard_attn
         if hard_attn:
             self._init_hard_attn()
-        self.register_load_state_dict_post_hook(_find_shifts_again)
+        self.register_load_state_dict_post_hook(_update_hard_attn)
 
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn
         if not isinstance(attn, RelPosAttention):
             raise ValueError('A model that was reparameterized for inference cannot be built anew: use its source.')
+        padding = attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None
         return dict(
-            super().model_args(), num_heads=common_num_heads(self.blocks), head_dim=attn.head_dim,
-            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name,
-            padding=padding_of(attn.rel_pos))
+            super().model_args(), num_heads=attn.num_heads, head_dim=attn.head_dim, qk_dim=attn.qk_dim,
+            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name, padding=padding)
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
@@ -283,54 +241,43 @@ class CmhsaAttn(Cmhsa):
 
     @torch.no_grad()
     def _init_hard_attn(self) -> None:
-        rel_pos = self.blocks[0].attn.rel_pos
-        if rel_pos.name not in POINTABLE:
-            raise ValueError(f'hard_attn=True needs heads with one offset: rel_pos={rel_pos.name!r} has none.')
-        if _is_on_meta(self):
+        if self.norm.weight.is_meta:
             return
         for attn in (block.attn for block in self.blocks):
-            point_at_nearest(attn.rel_pos)
+            dtype = precise_dtype(attn.qkv.weight.dtype)
+            point_at_nearest(attn.rel_pos, exact_sharpness(math.prod(attn.grid_size), dtype))
             for parameter in attn.qkv.parameters():  # queries are zero, as after a conversion
-                parameter[:attn.attn_dim] = 0
+                parameter[:attn.widths[0]] = 0
         self.set_hard_attn()
 
     def set_hard_attn(self, enable: bool = True) -> None:
-        """Compute the heads of all blocks as shifts, for training too, or as attention again.
+        """Compute hard heads as shifts, for training too, or as attention again.
 
-        Shifts cost less. Parameters are the same for both, and so is the function, up to `certificates.MAX_LEAK` of
-        the attention. While heads are shifts, biases are frozen and queries and keys do not learn; where attention is
-        not to be fused (`TIMM_FUSED_ATTN=0`), the model computes attention all the same. Make the optimizer afterwards,
-        and call this again after loading weights into single blocks.
+        Shifts cost less. Parameters and function stay the same. Meanwhile biases are frozen, and queries and keys do
+        not learn. Create the optimizer afterwards.
 
         Raises:
-            ValueError: If a head is no shift by proof, attention weights would be dropped, or the model was
-                reparameterized. The model is left as it was.
+            ValueError: If a head is not hard, attention weights are to be dropped, or the model was reparameterized.
         """
         if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
             raise ValueError('A model that was reparameterized for inference cannot be trained: use its source.')
-        shifts = [block.attn.hard_shifts(block.attn_norm()) if enable else None for block in self.blocks]
-        for block, block_shifts in zip(self.blocks, shifts):
-            block.attn.set_hard_attn(block_shifts)
+        if enable:
+            for block in self.blocks:
+                block.attn.all_hard_offsets()  # raises before any layer is changed
+        for block in self.blocks:
+            block.attn.set_hard_attn(enable)
         self.hard_attn = enable
-        args: Optional[Dict[str, Any]] = getattr(self, '_model_args', None)
-        if args is not None:  # what newer versions of timm make the model anew from
-            self._model_args = {**args, 'hard_attn': enable}
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        with unchanged_on_error(self):
-            super().set_input_size(img_size, patch_size)
-            if self.hard_attn and not _is_on_meta(self):
-                self.set_hard_attn()  # which fails if on this grid heads leak too much
+        super().set_input_size(img_size, patch_size)
+        if self.hard_attn and isinstance(self.blocks[0].attn, RelPosAttention):
+            self.set_hard_attn()
 
 
-def _is_on_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def _find_shifts_again(model: nn.Module, incompatible_keys: Any) -> None:
-    """Find the shifts of the weights that were loaded. Where heads are none, the model is attention again."""
+def _update_hard_attn(model: nn.Module, incompatible_keys: Any) -> None:
+    """Compute the loaded heads as shifts if they are hard, and as attention otherwise."""
     assert isinstance(model, CmhsaAttn)
-    if not model.hard_attn or _is_on_meta(model):
+    if not model.hard_attn or model.blocks[0].attn.rel_pos.position.is_meta:
         return
     try:
         model.set_hard_attn()
@@ -339,113 +286,31 @@ def _find_shifts_again(model: nn.Module, incompatible_keys: Any) -> None:
         raise
 
 
-def point_at_nearest(rel_pos: OffsetRelPos) -> None:
-    """Make every head attend to one offset, the nearest ones first."""
-    reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
-    offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
-    offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-    sharpness = exact_sharpness(math.prod(rel_pos.grid_size), precise_dtype(next(rel_pos.parameters()).dtype))
-    for head in range(rel_pos.num_heads):
-        rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
-
-
-def heads_of_blocks(num_heads: Union[int, Sequence[int]], depth: int) -> List[int]:
-    """Return the number of heads of each block, given one for all or a list."""
-    heads = [int(num_heads)] * depth if isinstance(num_heads, (int, Integral)) else list(num_heads)
-    if len(heads) != depth:
-        raise ValueError(f'num_heads={num_heads} has {len(heads)} numbers for depth={depth} blocks: give one for each.')
-    return heads
-
-
-def common_num_heads(blocks: nn.Sequential) -> Union[int, List[int]]:
-    """Return the number of heads that all blocks have, or else the list of their numbers."""
-    heads: List[int] = [block.get_submodule('attn').num_heads for block in blocks]  # type: ignore[misc]
-    return heads[0] if len(set(heads)) == 1 else heads
-
-
-@torch.no_grad()
-def init_patch_identity(proj: nn.Conv2d) -> None:
-    """Make a patch projection, of weight (d, in_chans, P_h, P_w), compute what phase 1's reshape does."""
-    embed_dim, in_chans, *patch_size = proj.weight.shape
-    one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
-    proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
-    if proj.bias is not None:
-        nn.init.zeros_(proj.bias)
-
-
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
-    """Pad or crop the bias tables, and embeddings of offsets, of a checkpoint made for another image size.
-
-    Raises:
-        ValueError: If its layers have other relative position encodings, or it is not known which grid a table is of.
-    """
-    check_encodings(state_dict, model)
-    told_chans = model.pretrained_cfg['input_size'][0]
-    if isinstance(model, CmhsaConv) and model.in_chans != told_chans:
-        _logger.warning(
-            'in_chans=%d, but the weights are of a configuration with %d channels: phase 1 has no projection to adapt, '
-            'so each channel is taken for the one at its place.', model.in_chans, told_chans)
-    grid_size, modules = model.patch_embed.grid_size, dict(model.named_modules())
-    out_dict = {}
+    """Pad or crop the bias tables of a checkpoint for another image size."""
+    grid_size, out_dict = model.patch_embed.grid_size, {}
+    tables = {f'{name}.relative_position_bias_table': module for name, module in model.named_modules()
+              if isinstance(module, RelPosTable)}
     for name, tensor in state_dict.items():
-        if name.endswith('.rel_pos.row_embed'):
-            tensor = resize_offset_embed(tensor, grid_size[0])
-        elif name.endswith('.rel_pos.col_embed'):
-            tensor = resize_offset_embed(tensor, grid_size[1])
-        elif name.endswith('.relative_position_bias_table'):
-            prefix = name.rpartition('.')[0]
-            rel_pos = modules.get(prefix)
-            if isinstance(rel_pos, RelPosTable):
-                source_grid_size = _source_grid_size(model, len(tensor), rel_pos)
-                if source_grid_size is not None and source_grid_size != grid_size:
-                    scale = state_dict.get(f'{prefix}.bias_scale')
-                    if scale is not None and scale.ndim:  # refused when it is loaded; here it could fill the memory
-                        scale = None
-                    tensor = rel_pos.resize_table(tensor, source_grid_size, grid_size, scale)
+        rel_pos = tables.get(name)
+        if rel_pos is not None:
+            source = _grid_of_table(model, len(tensor), rel_pos.padding)
+            if source is not None and source != grid_size:
+                scale = state_dict.get(name.replace('relative_position_bias_table', 'bias_scale'))
+                tensor = rel_pos.resize_table(tensor, source, grid_size, scale)
         out_dict[name] = tensor
     return out_dict
 
 
-def check_encodings(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> None:
-    """Raise ValueError where a layer's encoding has other tensors than the model's: timm may load them non-strictly."""
-    for name, module in model.named_modules():
-        if isinstance(module, RelPos):
-            expected = set(module.state_dict())
-            found = {key.removeprefix(f'{name}.') for key in state_dict if key.startswith(f'{name}.')}
-            if found and found != expected:
-                raise ValueError(
-                    f'{name} has {shorten_names(found)} in the checkpoint, and {shorten_names(expected)} in the model: '
-                    'create the model with the rel_pos of the checkpoint.')
-
-
-def _source_grid_size(model: Cmhsa, table_length: int, rel_pos: RelPosTable) -> Optional[Tuple[int, int]]:
-    """Return the grid of a bias table: what its checkpoint says if that fits, else the model's, else a square one.
-
-    Raises:
-        ValueError: If a padded table is of a square one, or of one of the others with another padding.
-    """
+def _grid_of_table(model: Cmhsa, table_length: int, padding: Grid) -> Optional[Grid]:
+    """Return the grid of a checkpoint's bias table: its configuration's if that fits, or the model's, or a square."""
     source_size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
-    told = tuple(s // p for s, p in zip(to_2tuple(source_size), model.patch_embed.patch_size))
-    side, (pad_h, pad_w) = (math.isqrt(table_length) + 1) // 2, rel_pos.padding
-
-    def fits(grid_size: Tuple[int, int], padding: Tuple[int, int]) -> bool:
-        rows, cols = (2 * (size + pad) - 1 for size, pad in zip(grid_size, padding))
-        return rows * cols == table_length
-
-    likely = told, model.patch_embed.grid_size
-    for grid_size in likely:
-        if fits(grid_size, rel_pos.padding):
-            return grid_size
-    if not fits((side - pad_h, side - pad_w), rel_pos.padding):
-        return None
-    paddings = [
-        pad for grid_size in likely for pad in range(max(side - max(grid_size), 0), side - min(grid_size) + 1)
-        if fits(grid_size, (pad, pad))]
-    if paddings and isinstance(rel_pos, PaddedRelPosTable):
-        raise ValueError(
-            f'A table of {table_length} offsets may have padding={paddings[0]} or be of an image of another size: give '
-            'the padding of the checkpoint, or its size, pretrained_cfg_overlay=dict(input_size=(C, H, W)).')
-    return side - pad_h, side - pad_w
+    height, width = (size // patch for size, patch in zip(to_2tuple(source_size), model.patch_embed.patch_size))
+    side = (math.isqrt(table_length) + 1) // 2
+    for grid in ((height, width), model.patch_embed.grid_size, (side - padding[0], side - padding[1])):
+        if math.prod(2 * (size + pad) - 1 for size, pad in zip(grid, padding)) == table_length:
+            return grid
+    return None
 
 
 def create_cmhsa(cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> Any:
@@ -460,6 +325,12 @@ def create_cmhsa(cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[
     )
 
 
+def registered_variant(kind: str, patch_size: Tuple[int, int], hidden_chans: int) -> str:
+    """Return the registered model of a kind, such as 'cmhsa_attn', with tokens of this shape, or else the kind."""
+    small = patch_size == to_2tuple(_PATCH4_32['patch_size']) and hidden_chans == _PATCH4_32['hidden_chans']
+    return f'{kind}_patch4_32' if small else kind
+
+
 def cfg(**kwargs: Any) -> Dict[str, Any]:
     return {
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
@@ -467,7 +338,6 @@ def cfg(**kwargs: Any) -> Dict[str, Any]:
         'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
         'first_conv': 'patch_embed.proj', 'classifier': 'head',
         'paper_ids': 'arXiv:2111.01353', 'paper_name': 'Can Vision Transformers Perform Convolution?',
-        'license': 'apache-2.0',
         **kwargs
     }
 
@@ -479,16 +349,12 @@ default_cfgs = generate_default_cfgs({
     'cmhsa_conv_k3': cfg(**_CONV),
     'cmhsa_conv_k5': cfg(**_CONV),
     'cmhsa_attn': cfg(),
-    'cmhsa_attn_16x96': cfg(),
     'cmhsa_attn_soft': cfg(),
-    'cmhsa_attn_soft_20x96': cfg(),
 
     'cmhsa_conv_k3_patch4_32': cfg(**_CONV, **_SMALL),
     'cmhsa_conv_k5_patch4_32': cfg(**_CONV, **_SMALL),
     'cmhsa_attn_patch4_32': cfg(**_SMALL),
-    'cmhsa_attn_16x48_patch4_32': cfg(**_SMALL),
     'cmhsa_attn_soft_patch4_32': cfg(**_SMALL),
-    'cmhsa_attn_soft_20x48_patch4_32': cfg(**_SMALL),
 
     'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
     'test_cmhsa_attn': cfg(**_SMALL),
@@ -517,22 +383,10 @@ def cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 
 @register_model
-def cmhsa_attn_16x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 16 thin heads of 96: as many as 3 x 3 and 5 x 5 convolutions need. """
-    return create_cmhsa(CmhsaAttn, 'cmhsa_attn_16x96', pretrained, kwargs, num_heads=16, head_dim=96)
-
-
-@register_model
 def cmhsa_attn_soft(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 10 heads of 768: as many as soft heads need. """
-    return create_cmhsa(CmhsaAttn, 'cmhsa_attn_soft', pretrained, kwargs, num_heads=10, rel_pos='padded_table')
-
-
-@register_model
-def cmhsa_attn_soft_20x96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, with 20 thin heads of 96: as many as soft heads need. """
+    """ CMHSA, self-attention phase: 6 blocks of width 768 with 20 thin heads of 96, enough for soft heads. """
     return create_cmhsa(
-        CmhsaAttn, 'cmhsa_attn_soft_20x96', pretrained, kwargs, num_heads=20, head_dim=96, rel_pos='padded_table')
+        CmhsaAttn, 'cmhsa_attn_soft', pretrained, kwargs, num_heads=20, head_dim=96, rel_pos='padded_table')
 
 
 @register_model
@@ -554,25 +408,11 @@ def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 
 
 @register_model
-def cmhsa_attn_16x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 16 thin heads of 48. """
-    return create_cmhsa(
-        CmhsaAttn, 'cmhsa_attn_16x48_patch4_32', pretrained, kwargs, num_heads=16, head_dim=48, **_PATCH4_32)
-
-
-@register_model
 def cmhsa_attn_soft_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 10 soft heads of 192. """
+    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 20 thin heads of 48. """
     return create_cmhsa(
-        CmhsaAttn, 'cmhsa_attn_soft_patch4_32', pretrained, kwargs, num_heads=10, rel_pos='padded_table', **_PATCH4_32)
-
-
-@register_model
-def cmhsa_attn_soft_20x48_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 20 thin soft heads of 48. """
-    return create_cmhsa(
-        CmhsaAttn, 'cmhsa_attn_soft_20x48_patch4_32', pretrained, kwargs, num_heads=20, head_dim=48,
-        rel_pos='padded_table', **_PATCH4_32)
+        CmhsaAttn, 'cmhsa_attn_soft_patch4_32', pretrained, kwargs, num_heads=20, head_dim=48, rel_pos='padded_table',
+        **_PATCH4_32)
 
 
 @register_model

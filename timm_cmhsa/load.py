@@ -1,0 +1,313 @@
+"""Loads a model from a file, a folder or the Hugging Face Hub.
+
+No code of a file is run: tensors are read by safetensors or `torch.load(weights_only=True)`, and only the model
+arguments below, within their bounds, reach timm.
+"""
+import argparse
+import json
+import math
+import reprlib
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
+
+import safetensors
+import safetensors.torch
+import timm
+import torch
+from huggingface_hub import snapshot_download
+from timm.layers import to_2tuple
+from timm.models import clean_state_dict
+
+from .convert import DATA_KEYS
+from .models import Cmhsa, registered_variant
+
+PathLike = Union[str, Path]
+
+HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
+WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
+MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
+
+# Model arguments that a file or the Hub may set, and their largest values.
+SIZES = {'img_size': 4096, 'patch_size': 1024, 'kernel_size': 255, 'padding': 255}  # one or two whole numbers
+INTEGERS = {
+    'in_chans': 1000, 'hidden_chans': 10_000, 'num_classes': 10 ** 6, 'depth': 200, 'num_heads': 10_000,
+    'head_dim': 100_000, 'qk_dim': 100_000}
+NUMBERS = {
+    'mlp_ratio': 1000, 'init_values': 1000, 'drop_rate': 1, 'proj_drop_rate': 1, 'attn_drop_rate': 1,
+    'drop_path_rate': 1}
+FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
+WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer')  # timm's names
+
+
+class CheckpointError(ValueError):
+    """A file cannot be read, converted or written. The message gives the reason and the remedy, in one line."""
+
+
+class HubError(RuntimeError):
+    """The Hub was not reached or refused. The message gives the reason and the remedy, in one line."""
+
+
+class Checkpoint(NamedTuple):
+    """Tensors, and what the file says about their model."""
+    state_dict: Dict[str, torch.Tensor]
+    architecture: Optional[str]
+    model_args: Dict[str, Any]  # of `timm.create_model`
+    pretrained_cfg: Dict[str, Any]  # preprocessing and label names
+    notes: List[str]  # for the report
+
+
+def load_model(
+        source: PathLike,
+        architecture: Optional[str] = None,
+        use_ema: bool = True,
+        **model_kwargs: Any,
+) -> Cmhsa:
+    """Load a model of this package, in eval mode, on the CPU.
+
+    Args:
+        source: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on
+            the Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
+        architecture: timm's name of the model; by default what the checkpoint says, or what fits its tensors.
+        use_ema: Take the averaged weights of a training checkpoint if it has them, as timm does.
+        **model_kwargs: Arguments of `timm.create_model` that the checkpoint lacks.
+
+    Raises:
+        CheckpointError: If the checkpoint cannot be read, or is not of this model.
+        HubError: If it cannot be downloaded.
+    """
+    return build_model(read_checkpoint(source, use_ema), source, architecture, model_kwargs)
+
+
+def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
+    """Read the tensors of a file, folder or model on the Hub, and what it says about their model."""
+    path = download(str(source)) if is_on_hub(source) else local_path(source)
+    config: Dict[str, Any] = {}
+    notes: List[str] = []
+    if path.is_dir():
+        config = read_json(path / 'config.json')
+        names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
+        if not names:
+            raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
+        path = path / names[0]
+    elif not path.is_file():
+        raise CheckpointError(
+            f'{path} does not exist: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
+    try:
+        if path.suffix == '.safetensors':
+            content: Any = safetensors.torch.load_file(path)
+            with safetensors.safe_open(path, framework='pt') as file:
+                metadata = file.metadata() or {}
+            if not config and 'model_args' in metadata:
+                config = {**metadata, 'model_args': json.loads(metadata['model_args'])}
+        else:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's train.py
+                content = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # parsers of broken files raise many kinds
+        raise CheckpointError(f'{path} is not a checkpoint that can be read without running code: {one_line(e)}') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
+    if not config and 'args' in content:
+        config = _train_config(content)
+    keys = ('state_dict_ema', 'model_ema', 'state_dict', 'model') if use_ema else ('state_dict', 'model')
+    key = next((key for key in keys if content.get(key) is not None), None)
+    if key in ('state_dict_ema', 'model_ema'):
+        notes.append(f'averaged (EMA) weights, {key}')
+    state_dict = checked_tensors(content if key is None else content[key], str(path))
+    return Checkpoint(state_dict, *_checked_config(config, str(path)), notes)
+
+
+def build_model(
+        checkpoint: Checkpoint,
+        source: PathLike,
+        architecture: Optional[str],
+        model_kwargs: Mapping[str, Any],
+) -> Cmhsa:
+    """Build the model of a checkpoint around its tensors; see `load_model`."""
+    told, given = checkpoint.model_args, checked_args(model_kwargs, 'model_kwargs')
+    for key in told.keys() & given.keys():
+        if to_2tuple(told[key]) != to_2tuple(given[key]):
+            raise CheckpointError(
+                f'{source} was trained with {key}={told[key]}, but {key}={given[key]} was given: leave it out.')
+    args = {**told, **given}
+    name = architecture or checkpoint.architecture
+    if name is not None and name.startswith(('local-dir:', *HUB_PREFIXES)):
+        name = None  # train.py calls a model by the folder that it started from
+    if name is not None and not is_ours(name):
+        raise CheckpointError(f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa.')
+    if name is None or name in timm.list_models('*cmhsa*'):
+        kind, inferred = infer_model(checkpoint.state_dict, source)
+        args = {**inferred, **args}
+        name = name or registered_variant(kind, to_2tuple(args['patch_size']), args['hidden_chans'])
+        if 'img_size' not in args:
+            checkpoint.notes.append('assumed the image size of {}, {} x {} pixels'.format(
+                name, *timm.get_pretrained_cfg_value(name, 'input_size')[1:]))
+    args['num_classes'] = len(checkpoint.state_dict.get('head.weight', ()))
+    try:
+        model = timm.create_model(
+            name, **args, pretrained_cfg_overlay=checkpoint.pretrained_cfg, device=torch.device('meta'))
+        if model.patch_embed.num_patches > MAX_TOKENS:
+            raise ValueError(f'images have {model.patch_embed.num_patches} patches, and {MAX_TOKENS} at most')
+        model.load_state_dict(checkpoint.state_dict, assign=True)
+    except Exception as e:  # timm's layers raise many kinds
+        raise CheckpointError(
+            f'{source} does not fit {name} with {reprlib.repr(args)}: {one_line(e, 300)}') from e
+    for module in model.modules():
+        if hasattr(module, 'init_non_persistent_buffers'):
+            module.init_non_persistent_buffers()
+    return model.eval()
+
+
+def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tuple[str, Dict[str, Any]]:
+    """Return the kind of a model and the arguments that the shapes of its tensors determine."""
+    try:
+        hidden_dim, dim = state_dict['blocks.0.mlp.fc1.weight'].shape
+        args: Dict[str, Any] = {
+            'depth': len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
+            'mlp_ratio': next(ratio for ratio in (hidden_dim / dim, math.nextafter(hidden_dim / dim, math.inf))
+                              if int(dim * ratio) == hidden_dim),  # timm multiplies and rounds down
+            'init_values': 1e-5 if 'blocks.0.ls1.gamma' in state_dict else None,
+            'fc_norm': 'fc_norm.weight' in state_dict,
+        }
+        if 'blocks.0.attn.conv.weight' in state_dict:
+            chans, _, *kernel_size = state_dict['blocks.0.attn.conv.weight'].shape
+            args.update(
+                hidden_chans=chans, kernel_size=tuple(kernel_size), patch_size=math.isqrt(dim // chans),
+                in_chans=min(chans, 3))
+            return 'cmhsa_conv_k5' if kernel_size == [5, 5] else 'cmhsa_conv_k3', args
+        _, in_chans, *patch_size = state_dict['patch_embed.proj.weight'].shape
+        num_heads, = state_dict['blocks.0.attn.rel_pos.zero_key_bias'].shape
+        head_dim = state_dict['blocks.0.attn.proj.weight'].shape[1] // num_heads
+        qk_dim = (len(state_dict['blocks.0.attn.qkv.weight']) // num_heads - head_dim) // 2
+        is_padded = 'blocks.0.attn.rel_pos.bias_scale' in state_dict
+        side = (math.isqrt(len(state_dict['blocks.0.attn.rel_pos.relative_position_bias_table'])) + 1) // 2 - is_padded
+        args.update(
+            patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size),
+            img_size=tuple(side * patch for patch in patch_size), num_heads=num_heads, head_dim=head_dim, qk_dim=qk_dim,
+            qkv_bias='blocks.0.attn.qkv.bias' in state_dict)
+        return 'cmhsa_attn_soft' if is_padded else 'cmhsa_attn', args
+    except (KeyError, ValueError, ZeroDivisionError, StopIteration) as e:
+        names = ', '.join(map(reprlib.repr, sorted(state_dict)[:5]))
+        raise CheckpointError(
+            f'{source} holds {names}, ...: these are not the tensors of a phase-1 (cmhsa_conv_*) or phase-2 '
+            '(cmhsa_attn*) model.') from e
+
+
+def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
+    """Return the known model arguments, without all others.
+
+    Raises:
+        CheckpointError: If one has another type or is out of bounds.
+    """
+    def is_int(value: Any, most: float, least: int = 0) -> bool:
+        return type(value) is int and least <= value <= most
+
+    def is_good(name: str, value: Any) -> bool:
+        if name in SIZES:
+            sides = value if isinstance(value, (tuple, list)) else [value]
+            return len(sides) in (1, 2) and all(is_int(side, SIZES[name], name != 'padding') for side in sides)
+        if name in INTEGERS:  # a list has one number for each block
+            values = value if isinstance(value, (tuple, list)) and name == 'num_heads' else [value]
+            return len(values) <= INTEGERS['depth'] and all(is_int(each, INTEGERS[name]) for each in values)
+        if name in NUMBERS:
+            return type(value) in (int, float) and abs(value) <= NUMBERS[name]
+        return type(value) is bool if name in FLAGS else isinstance(value, str) and (not value or value.isidentifier())
+
+    known = {name: args[name] for name in (*SIZES, *INTEGERS, *NUMBERS, *FLAGS, *WORDS) if args.get(name) is not None}
+    for name, value in known.items():
+        if not is_good(name, value):
+            raise CheckpointError(f'{source}: {name}={reprlib.repr(value)} is not what a model can have.')
+    return {name: tuple(value) if isinstance(value, list) and name in SIZES else value for name, value in known.items()}
+
+
+def _checked_config(config: Mapping[str, Any], source: str) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
+    """Return architecture, model arguments, and preprocessing with label names, of a config.json like timm's."""
+    architecture, model_args = config.get('architecture'), config.get('model_args') or {}
+    told = config.get('pretrained_cfg') or {}
+    if not isinstance(architecture, (str, type(None))) or not all(isinstance(part, dict) for part in (model_args, told)):
+        raise CheckpointError(f'{source} has a malformed model configuration.')
+    told = {**told, **{key: config[key] for key in ('label_names', 'label_descriptions') if key in config}}
+    input_size = told.get('input_size')
+    if isinstance(input_size, (tuple, list)) and len(input_size) == 3:
+        model_args = {'in_chans': input_size[0], 'img_size': list(input_size[1:]), **model_args}
+    kinds: Dict[str, Any] = {
+        'crop_pct': (int, float), 'interpolation': str, 'crop_mode': str, 'label_descriptions': dict}
+    cfg = {key: told[key] for key in DATA_KEYS if told.get(key) is not None}
+    for key, value in cfg.items():
+        if not isinstance(value, kinds.get(key, (tuple, list))):
+            raise CheckpointError(f'{source}: {key}={reprlib.repr(value)} is not what timm expects.')
+    return architecture, checked_args(model_args, source), cfg
+
+
+def _train_config(content: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the arguments of timm's `train.py`, which a checkpoint holds, in the form of config.json."""
+    args = content['args']
+    args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
+    model_args = dict(args.get('model_kwargs') or {})
+    for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
+        if args.get(name) is not None:
+            model_args.setdefault(key, args[name])
+    pretrained_cfg = {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key)}
+    return {
+        'architecture': content.get('arch') or args.get('model'), 'model_args': model_args,
+        'pretrained_cfg': pretrained_cfg}
+
+
+def checked_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
+    """Return tensors by their names without the prefixes of DistributedDataParallel and torch.compile."""
+    is_state_dict = isinstance(state_dict, Mapping) and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state_dict.items())
+    if not is_state_dict or not state_dict:
+        raise CheckpointError(f'{source} holds no state dict: save model.state_dict().')
+    state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice, as older timm strips one order of them only
+    for name, tensor in state_dict.items():
+        if not tensor.is_floating_point():
+            raise CheckpointError(f'{source}: {reprlib.repr(name)} is of {tensor.dtype}, not floating point.')
+        if not tensor.isfinite().all():
+            raise CheckpointError(
+                f'{source}: {reprlib.repr(name)} holds NaN or Inf. The training diverged: take an earlier checkpoint.')
+    return state_dict
+
+
+def read_json(path: Path) -> Dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(
+            f"{path} cannot be read ({one_line(e)}): give a folder in timm's local-dir: layout, with config.json, or a "
+            'file such as model_best.pth.tar.') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} is not a model configuration.')
+    return content
+
+
+def is_on_hub(source: PathLike) -> bool:
+    return str(source).startswith(HUB_PREFIXES)
+
+
+def local_path(source: PathLike) -> Path:
+    return Path(str(source).removeprefix('local-dir:'))
+
+
+def download(source: str) -> Path:
+    """Download a model, `hf-hub:USER/NAME[@REVISION]`, into huggingface_hub's cache; return its folder."""
+    repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
+    try:
+        return Path(snapshot_download(
+            repo_id,
+            revision=revision or None,
+            allow_patterns=['config.json', *WEIGHT_NAMES],
+            library_name='timm_cmhsa',
+        ))
+    except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
+        raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e
+
+
+def is_ours(name: str) -> bool:
+    return name in timm.list_models() and timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.')
+
+
+def one_line(error: BaseException, length: int = 200) -> str:
+    """Return an error's message in one line, with a full stop."""
+    text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
+    line = ' '.join(''.join(char if char.isprintable() else ' ' for char in text).split()).rstrip('.')
+    return f'{line[:length]}...' if len(line) > length else f'{line}.'

@@ -1,0 +1,122 @@
+"""Saves a model to a file or a folder: whole or not at all, and nothing is replaced unasked."""
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Dict, Iterator, Optional
+
+import safetensors
+import safetensors.torch
+import torch
+from timm.models._hub import save_for_hf
+
+from .load import CheckpointError, PathLike, is_ours, one_line, read_json
+from .models import Cmhsa
+
+PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+
+
+def save_model(
+        model: Cmhsa,
+        dst: PathLike,
+        force: bool = False,
+        model_config: Optional[Dict[str, Any]] = None,
+        card: Optional[str] = None,
+) -> None:
+    """Write a model, whole or not at all, to a file by its suffix, or else to a folder for timm's `local-dir:`.
+
+    Args:
+        model: Model of this package.
+        dst: `.safetensors` or `.pth` file, or folder.
+        force: Replace a file, or a folder with a model of this package.
+        model_config: More configuration for config.json of a folder, as for timm's `push_to_hf_hub`.
+        card: Text of README.md in a folder.
+
+    Raises:
+        CheckpointError: If the destination cannot be written. Nothing was written.
+    """
+    args = json_args(model)
+    with replacing(check_destination(dst, force), force) as new:
+        if new.suffix == '.safetensors':
+            metadata = {'format': 'pt', 'architecture': model.pretrained_cfg['architecture']}
+            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+            safetensors.torch.save_file(tensors, new, {**metadata, 'model_args': json.dumps(args)})
+        elif new.suffix in PICKLE_SUFFIXES:
+            torch.save(model.state_dict(), new)
+        else:
+            save_for_hf(model, str(new), model_config=model_config, model_args=args, safe_serialization=True)
+            if card is not None:
+                (new / 'README.md').write_text(card, encoding='utf-8')
+
+
+def json_args(model: Cmhsa) -> Dict[str, Any]:
+    """Return the arguments of `timm.create_model` for a model like this, as config.json can hold them.
+
+    Raises:
+        CheckpointError: If an argument is a class or a function.
+    """
+    args = {key: value for key, value in model.model_args().items() if value is not None and key != 'num_classes'}
+    for key, value in args.items():
+        if not isinstance(value, (bool, int, float, str, tuple, list)):
+            raise CheckpointError(f'{key}={value} does not go into config.json: create the model with its timm name.')
+    return args
+
+
+def check_destination(dst: PathLike, force: bool) -> Path:
+    """Return the destination, or refuse one where something would be lost.
+
+    Raises:
+        CheckpointError: If it exists and `force` is not set, or it is not a model of this package.
+    """
+    dst = Path(os.path.realpath(dst))
+    is_file = dst.suffix == '.safetensors' or dst.suffix in PICKLE_SUFFIXES
+    if not dst.parent.is_dir():
+        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
+    if not dst.exists() or (dst.is_dir() and not is_file and not any(dst.iterdir())):
+        return dst
+    if dst.is_dir() == is_file or (dst.is_dir() and not _holds_our_model(dst)):
+        raise CheckpointError(f'{dst} is there already, and not a model of timm_cmhsa: choose another destination.')
+    if not force:
+        raise CheckpointError(
+            f'{dst} is there already: choose another destination, or replace it (force=True, --force).')
+    return dst
+
+
+def _holds_our_model(folder: Path) -> bool:
+    try:
+        name = read_json(folder / 'config.json').get('architecture')
+    except CheckpointError:
+        return False
+    return isinstance(name, str) and is_ours(name)
+
+
+@contextlib.contextmanager
+def replacing(dst: Path, force: bool) -> Iterator[Path]:
+    """Give a temporary path beside a destination. What is written there takes its place when the block ends.
+
+    Without `force`, what appeared at the destination meanwhile stays, and an error is raised.
+    """
+    token = secrets.token_hex(4)
+    new, old = (dst.with_name(f'.{dst.stem}-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
+    try:
+        yield new
+        if force and dst.is_dir():
+            dst.rename(old)
+            try:
+                new.rename(dst)
+            except BaseException:
+                old.rename(dst)
+                raise
+        elif new.is_dir():
+            new.rename(dst)  # The system refuses to replace anything but an empty folder.
+        elif force:
+            new.replace(dst)
+        else:
+            os.link(new, dst)  # refused if anything is there
+    except (OSError, safetensors.SafetensorError) as e:
+        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}') from e
+    finally:
+        for path in (new, old):
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
