@@ -40,53 +40,30 @@ START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: en
 PHASES = ('training', 'inference')
 
 
-def as_in_the_paper(name: str) -> nn.Module:
-    """Create a model that projects tokens to queries, keys and values, whatever the shapes."""
-    model = timm.create_model(name)
-    for block in model.blocks:
-        block.attn.absorb = False
-    return model
-
-
-def as_shifts(phase1: str, name: str) -> nn.Module:
-    """Convert a phase-1 model: every head is a shift, and computed as such."""
-    model = timm_cmhsa.convert_model(timm.create_model(phase1), name)
-    model.set_hard_attn()
-    return model
-
-
 def create(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
     return partial(timm.create_model, name, **kwargs)
 
 
+THIN = dict(num_heads=16, head_dim=96)  # what hard heads need for 3 x 3 and 5 x 5 convolutions
 MODELS: Dict[str, Callable[[], nn.Module]] = {
     BASELINE: create(BASELINE),
-    'vit_base_patch16_224': create('vit_base_patch16_224'),
     'convit_base': create('convit_base'),
     'resnet50': create('resnet50'),
     'cmhsa_conv_k3': create('cmhsa_conv_k3'),
     'cmhsa_conv_k5': create('cmhsa_conv_k5'),
-    'cmhsa_attn, as in the paper': partial(as_in_the_paper, 'cmhsa_attn'),
-    'cmhsa_attn, absorbed': create('cmhsa_attn'),
-    'cmhsa_attn_16x96': create('cmhsa_attn_16x96'),
-    'cmhsa_attn, 22 heads of 96': create('cmhsa_attn', num_heads=22, head_dim=96),
-    'cmhsa_attn, 20 heads of 64': create('cmhsa_attn', num_heads=20, head_dim=64),
-    'cmhsa_attn_soft_20x96': create('cmhsa_attn_soft_20x96'),
-    'cmhsa_attn after k5, shifts': partial(as_shifts, 'cmhsa_conv_k5', 'cmhsa_attn'),
-    'cmhsa_attn_16x96 after k3, shifts': partial(as_shifts, 'cmhsa_conv_k3', 'cmhsa_attn_16x96'),
-    'cmhsa_attn_16x96 after k5, shifts': partial(as_shifts, 'cmhsa_conv_k5', 'cmhsa_attn_16x96'),
+    'cmhsa_attn_soft': create('cmhsa_attn_soft'),
+    'cmhsa_attn_soft, qk_dim=16': create('cmhsa_attn_soft', qk_dim=16),
+    'cmhsa_attn_soft, qk_dim=96': create('cmhsa_attn_soft', qk_dim=96),
+    'cmhsa_attn': create('cmhsa_attn'),
+    'cmhsa_attn, qk_dim=768 (the paper)': create('cmhsa_attn', qk_dim=768),
+    'cmhsa_attn, 16 heads of 96': create('cmhsa_attn', **THIN),
+    'cmhsa_attn, 16 heads of 96, hard_attn': create('cmhsa_attn', hard_attn=True, **THIN),
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length
-    'two phases, k3, 9 x 768': ('cmhsa_conv_k3', 'cmhsa_attn, absorbed'),
-    'two phases, k5, 9 x 768': ('cmhsa_conv_k5', 'cmhsa_attn, absorbed'),
-    'two phases, k3, 16 x 96': ('cmhsa_conv_k3', 'cmhsa_attn_16x96'),
-    'two phases, k5, 16 x 96': ('cmhsa_conv_k5', 'cmhsa_attn_16x96'),
-    'two phases, k5, 22 x 96': ('cmhsa_conv_k5', 'cmhsa_attn, 22 heads of 96'),
-    'two phases, k5, 20 x 96 soft': ('cmhsa_conv_k5', 'cmhsa_attn_soft_20x96'),
-    'two phases, k5, 9 x 768 as shifts': ('cmhsa_conv_k5', 'cmhsa_attn after k5, shifts'),
-    'two phases, k3, 16 x 96 as shifts': ('cmhsa_conv_k3', 'cmhsa_attn_16x96 after k3, shifts'),
-    'two phases, k5, 16 x 96 as shifts': ('cmhsa_conv_k5', 'cmhsa_attn_16x96 after k5, shifts'),
+    'two phases, k5, soft': ('cmhsa_conv_k5', 'cmhsa_attn_soft'),
+    'two phases, k5, hard_attn': ('cmhsa_conv_k5', 'cmhsa_attn, 16 heads of 96, hard_attn'),
+    'two phases, k5, the paper': ('cmhsa_conv_k5', 'cmhsa_attn, qk_dim=768 (the paper)'),
 }
 
 
