@@ -1,9 +1,13 @@
-"""The demo: the real command, used in a real browser."""
-import json
-import signal
+"""The demo in examples/demo: real requests to its server, and a real browser."""
+import contextlib
+import importlib.util
+import itertools
+import os
 import subprocess
 import sys
-from importlib.util import find_spec
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -11,154 +15,154 @@ import pytest
 import timm
 import torch
 from PIL import Image
-from selenium.webdriver.common.action_chains import ActionChains
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select
-from test_explorer import check_shown, choose, colors, point_at, sharpened, text, wait
+from test_explorer import check_shown, choose, colors, peaked, point_at, wait
 
-from timm_cmhsa import attention_maps, save_for_hub
-from timm_cmhsa.demo import main, probabilities
+from timm_cmhsa import attention_maps, load_model, save_for_hub
 from timm_cmhsa.images import image_reader
-from timm_cmhsa.plots import load_model
 
-NAMES = ['<b>cat</b>', 'dog & co', *(f'bird {i}' for i in range(5))]
+gradio = pytest.importorskip('gradio')
+httpx = pytest.importorskip('httpx')
 
+APP = Path(__file__).parents[1] / 'examples' / 'demo' / 'app.py'
+spec = importlib.util.spec_from_file_location('demo_app', APP)
+demo = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(demo)
 
-with_gradio = pytest.mark.skipif(find_spec('gradio') is None, reason="needs gradio: pip install 'timm_cmhsa[demo]'")
+LABELS = ['<b>cat</b>', 'dog & co', *(f'bird {i}' for i in range(5))]
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
-    """Two times of a training, one with the names of its classes; a phase-1 model, and an image."""
+    """Two times of a training, a phase-1 model, and image files."""
     folder = tmp_path_factory.mktemp('demo')
-    for seed, (name, labels) in enumerate((('before', None), ('after', NAMES))):
+    for seed, (name, labels) in enumerate((('before', None), ('after', LABELS))):
         torch.manual_seed(seed)
-        model = timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=2, num_heads=[4, 5], num_classes=7)
+        model = timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=2, num_heads=5, num_classes=7)
         torch.nn.init.normal_(model.head.weight)
-        save_for_hub(sharpened(model), folder / name, label_names=labels)
+        save_for_hub(peaked(model), folder / name, label_names=labels)
     save_for_hub(timm.create_model('test_cmhsa_conv_k3', img_size=32), folder / 'phase1')
     save_for_hub(timm.create_model('test_cmhsa_attn', img_size=32), folder / 'other')
-    pixels = np.random.RandomState(0).randint(0, 256, (90, 120, 3), dtype=np.uint8)
-    Image.fromarray(pixels).save(folder / 'photo & more.png')
+    for i in range(4):
+        pixels = np.random.RandomState(i).randint(0, 256, (90, 120, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f'{i}.png')
     (folder / 'broken.png').write_bytes(b'no image')
+    Image.new('1', (8000, 8000)).save(folder / 'huge.png')
+    os.truncate(folder / 'huge.png', 100)  # whoever decodes it complains about that
     return folder
 
 
 @pytest.fixture(scope='module')
-def address(folder):
-    """The address of the running command; when it is stopped, it says so in one line."""
-    command = [sys.executable, '-m', 'timm_cmhsa.demo', f'local-dir:{folder / "after"}', '--before', folder / 'before']
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background jobs ignore Ctrl-C
-    told = process.stdout.readline()
-    assert told.startswith('open http://127.0.0.1:'), process.communicate()
-    yield told.split()[1]
-    process.send_signal(signal.SIGINT)
-    output, errors = process.communicate()
-    assert output == ''
-    assert errors.strip() == 'python -m timm_cmhsa.demo: interrupted.'
-    assert process.returncode == 130
+def url(folder):
+    """Address of the server."""
+    app = demo.make_app(load_model(folder / 'after'), load_model(folder / 'before'))
+    _, url, _ = app.launch(prevent_thread_lock=True, quiet=True)
+    yield url
+    app.close()
+
+
+def upload(url, path):
+    with path.open('rb') as file:
+        return httpx.post(f'{url}gradio_api/upload', files={'files': file}).json()[0]
+
+
+def look(url, path):
+    """Call the page's function without its queue, as anybody can. Return the answer."""
+    file = {'path': path, 'meta': {'_type': 'gradio.FileData'}}
+    return httpx.post(f'{url}gradio_api/run/look', json={'data': [file]}, timeout=60).json()
+
+
+def test_parallel_requests_get_their_own_answers(folder, url):
+    paths = [upload(url, folder / f'{i}.png') for i in range(4)]
+    expected = [look(url, path)['data'] for path in paths]
+    assert all(one[2] != other[2] for one, other in itertools.combinations(expected, 2))
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda path: look(url, path)['data'], paths * 10))
+    assert answers == expected * 10
+
+
+@pytest.mark.parametrize(('name', 'message'), [
+    ('broken.png', "cannot identify image file 'broken.png'"),
+    ('huge.png', '8000 x 8000 pixels are more than'),
+])
+def test_refused_files_give_one_line(folder, url, name, message, capfd):
+    error = look(url, upload(url, folder / name))['error']
+    assert message in error
+    assert '\n' not in error
+    assert capfd.readouterr() == ('', '')
+
+
+def test_addresses_are_not_downloaded(folder, url, monkeypatch):
+    requests = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            requests.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write((folder / '0.png').read_bytes())
+
+    server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
+    threading.Thread(target=server.serve_forever).start()
+    # so that Gradio would download from here, as it does from the rest of the world
+    monkeypatch.setattr('gradio.processing_utils.PUBLIC_HOSTNAME_WHITELIST', ['127.0.0.1'])
+    try:
+        answer = look(url, f'http://127.0.0.1:{server.server_port}/0.png')
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert 'does not download' in answer['error']
+    assert requests == []
+
+
+def test_other_files_of_the_server_are_not_read(folder, url):
+    assert 'data' not in look(url, str(folder / '0.png'))
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    (['{0}/none'], 'none does not exist'),
+    (['{0}/0.png'], 'is not a checkpoint'),
+    (['{0}/phase1'], 'has no attention layer of timm_cmhsa'),
+    (['{0}/after', '--before', '{0}/other'], 'The models have different image sizes'),
+])
+def test_errors_are_one_line(folder, arguments, message):
+    with pytest.raises(SystemExit) as e:
+        demo.main([argument.format(folder) for argument in arguments])
+    assert message in e.value.code
+    assert '\n' not in e.value.code
 
 
 @pytest.fixture
-def page(address, browser):
-    """The page just opened; in the end, it must have asked its own server alone."""
-    browser.get_log('performance')
-    browser.get(address)
-    wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, 'input[type=file]'), 60)
-    yield browser
-    browser.switch_to.default_content()
-    events = [json.loads(entry['message'])['message'] for entry in browser.get_log('performance')]
-    asked = [event['params']['request']['url'] for event in events if event['method'] == 'Network.requestWillBeSent']
-    assert address in asked
-    assert all(url.startswith((address, 'data:', 'blob:', 'about:')) for url in asked), asked
+def space(folder):
+    """Address of the page as a Space: its models in variables."""
+    env = {**os.environ, 'MODEL': str(folder / 'after'), 'BEFORE': str(folder / 'before'), 'PYTHONUNBUFFERED': '1'}
+    process = subprocess.Popen([sys.executable, APP], env=env, stdout=subprocess.PIPE, text=True)
+    with contextlib.closing(process.stdout):
+        yield process.stdout.readline().split()[-1] + '/'
+        process.terminate()
+        process.wait()
 
 
-def upload(page, path):
-    page.find_element(By.CSS_SELECTOR, 'input[type=file]').send_keys(str(path))
-
-
-def wait_for_height(page):
-    """Until the page is as high as its frame: nothing to scroll, and nothing moves under the mouse."""
-    wait(page, lambda: page.execute_script('return document.body.offsetHeight <= innerHeight'))
-
-
-@with_gradio
 @pytest.mark.slow
-def test_an_image_its_classes_and_where_heads_look(folder, page):
-    upload(page, folder / 'photo & more.png')
-    wait(page, lambda: page.find_elements(By.TAG_NAME, 'iframe'), 60)
+def test_a_space_in_a_browser(folder, space, browser):
+    browser.get(space)
+    wait(browser, lambda: browser.find_elements(By.CSS_SELECTOR, 'input[type=file]'))
+    browser.find_element(By.CSS_SELECTOR, 'input[type=file]').send_keys(str(folder / '0.png'))
+    wait(browser, lambda: browser.find_elements(By.TAG_NAME, 'iframe'))
     models = [load_model(folder / name) for name in ('before', 'after')]
-    image = image_reader(models[0])(folder / 'photo & more.png').unsqueeze(0)
-    told = page.find_element(By.TAG_NAME, 'body').text
+    image = image_reader(models[0])(folder / '0.png').unsqueeze(0)
+    text = browser.find_element(By.TAG_NAME, 'body').text
     for model in models:
-        for name, probability in sorted(probabilities(model, image).items(), key=lambda item: -item[1])[:5]:
-            assert f'{name}\n{probability:.0%}' in told
-    assert 'Classes before phase 2' in told
+        for name, probability in sorted(demo.probabilities(model, image).items(), key=lambda item: -item[1])[:5]:
+            assert f'{name}\n{probability:.0%}' in text
 
-    page.switch_to.frame(page.find_element(By.TAG_NAME, 'iframe'))
-    wait(page, lambda: colors(page, '#map').any())
-    before, after = (attention_maps(model, image)['blocks.1.attn'] for model in models)
-    Select(page.find_element(By.ID, 'layer')).select_by_visible_text('blocks.1.attn')
-    choose(page, 'heads', 4)
-    wait_for_height(page)
-    for query, key in (((4, 7), (0, 1)), ((1, 2), (5, 6))):
-        point_at(page, 'image', *query)
-        ActionChains(page, duration=0).click().perform()
-        check_shown(page, before, image=0, head=4, query=query, key=key, view='before-')
-        check_shown(page, after, image=0, head=4, query=query, key=key)
-        point_at(page, 'image', *query)
-        ActionChains(page, duration=0).click().perform()  # lets go
-    assert text(page, 'map-heading') == 'After: head 5 in blocks.1.attn'
-    wait_for_height(page)
-
-
-@with_gradio
-@pytest.mark.slow
-def test_what_is_no_image_is_told_in_one_line(folder, page):
-    upload(page, folder / 'broken.png')
-    told = "broken.png cannot be read: cannot identify image file 'broken.png'."
-    wait(page, lambda: told in page.find_element(By.TAG_NAME, 'body').text, 60)
-    assert not page.find_elements(By.TAG_NAME, 'iframe')
-
-
-@with_gradio
-@pytest.mark.slow
-@pytest.mark.parametrize(('arguments', 'message'), [
-    (['{0}/none'], 'none does not exist or is not a file'),
-    (['{0}/photo & more.png'], 'is truncated, corrupt or not a checkpoint'),
-    (['{0}/phase1'], 'has no attention layer of timm_cmhsa to look at'),
-    (['{0}/after', '--before', '{0}/other'], 'the two models have other image sizes'),
-    (['hf-hub:nobody/none'], 'nobody/none: there is no such repository'),
-    (['{0}/after', '--host', '192.0.2.1', '--port', '7999'], "bind on address ('192.0.2.1', 7999)"),
-])
-def test_errors_are_one_line(folder, hub, capsys, arguments, message):
-    assert main([argument.format(folder) for argument in arguments]) == 1
-    output, errors = capsys.readouterr()
-    assert errors.startswith('python -m timm_cmhsa.demo: error: ')
-    assert message in errors
-    assert (output, errors.count('\n')) == ('', 1)
-
-
-def test_without_gradio_it_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, 'gradio', None)
-    assert main(['model']) == 1
-    expected = "python -m timm_cmhsa.demo: error: gradio is missing: pip install 'timm_cmhsa[demo]'\n"
-    assert capsys.readouterr() == ('', expected)
-
-
-@pytest.mark.parametrize('arguments', [[], ['model', '--port', 'x'], ['model', '--share']])
-def test_bad_options_are_exit_2(arguments):
-    with pytest.raises(SystemExit) as e:
-        main(arguments)
-    assert e.value.code == 2
-
-
-@with_gradio
-@pytest.mark.slow
-def test_the_space_asks_the_hub_for_its_models(hub):
-    app = Path(__file__).parents[1] / 'examples' / 'space' / 'app.py'
-    result = subprocess.run([sys.executable, app], capture_output=True, text=True)
-    expected = 'error: USER/NAME: there is no such repository, or it is private and the token gives no right to it.'
-    assert (result.returncode, result.stderr) == (1, f'python -m timm_cmhsa.demo: {expected}\n')
+    browser.switch_to.frame(browser.find_element(By.TAG_NAME, 'iframe'))
+    wait(browser, lambda: colors(browser, '#map').any())
+    Select(browser.find_element(By.ID, 'layer')).select_by_visible_text('blocks.1.attn')
+    choose(browser, 'heads', 4)
+    wait(browser, lambda: browser.execute_script('return document.body.offsetHeight <= innerHeight'))
+    point_at(browser, 'image', 4, 7)
+    for view, model in (('before-', models[0]), ('', models[1])):
+        maps = attention_maps(model, image)['blocks.1.attn']
+        check_shown(browser, maps, image=0, head=4, query=(4, 7), key=(0, 1), view=view)

@@ -22,8 +22,8 @@ from timm_cmhsa.plots import PlotError, explorer_html
 TITLES = ['</script><b>one</b>', 'a & b', 'three']
 
 
-def sharpened(model):
-    """Heads that look at something: differences that quantisation could blur."""
+def peaked(model):
+    """Give heads peaks, which rounding could blur."""
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.rel_pos.relative_position_bias_table)
         torch.nn.init.normal_(block.attn.rel_pos.zero_key_bias, mean=2.)
@@ -35,7 +35,7 @@ def sharpened(model):
 def shown():
     """A model whose attention differs from image to image, with a grid of 6 x 8, and the images."""
     torch.manual_seed(0)
-    model = sharpened(timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=[4, 5, 4]))
+    model = peaked(timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=[4, 5, 4]))
     images = torch.randn(3, 3, 24, 32)
     return model, images, attention_maps(model, images)
 
@@ -275,7 +275,7 @@ def test_the_page_fits_a_phone(shown, page, scheme):
 @pytest.mark.slow
 def test_two_models_are_shown_beside_each_other(shown, browser, tmp_path):
     model, images, maps = shown
-    before = sharpened(timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=[4, 5, 4]))
+    before = peaked(timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=[4, 5, 4]))
     (tmp_path / 'page.html').write_text(explorer_html(model, images[:1], before=before), encoding='utf-8')
     browser.get((tmp_path / 'page.html').as_uri())
     wait(browser, lambda: colors(browser, '#before-map').any())

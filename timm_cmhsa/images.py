@@ -1,6 +1,5 @@
-"""Images for a model: of a folder, as timm's validation would feed them, or noise; and back to pixels to look at."""
+"""Input images of a model: from a folder, prepared as timm does for validation, or noise. And back to pixels."""
 import logging
-import math
 import os
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
@@ -10,47 +9,45 @@ from PIL import Image
 from timm.data import create_transform, get_img_extensions, resolve_data_config
 from torch import nn
 
-from .cmhsa import Cmhsa
-from .files import CheckpointError
-from .messages import one_line, printable
+from .load import CheckpointError, PathLike, one_line
+from .models import Cmhsa
 
 _logger = logging.getLogger(__name__)
 
 NUM_NOISE_IMAGES = 8
-MAX_VALUES = 2 ** 30  # of all images together: 4 GB
-MAX_ASPECT = 100  # of an image: resized by its shorter side, one of a single row of pixels would fill the memory
-FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF')  # for others, Pillow runs programs (EPS)
+MAX_PIXELS = 2 ** 25  # of an image: a small file can fill the memory once it is decoded
+MAX_ASPECT = 100  # likewise, as images are resized by their shorter side
+FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF')  # Pillow runs external programs for some others
 
 
 def data_config(model: nn.Module) -> Dict[str, Any]:
-    """Return how timm prepares the images of a model, by the channels and the size that the model really has."""
+    """Return how timm prepares images for a model, with the model's actual image size and number of channels."""
     config = resolve_data_config({}, model=model)
     if isinstance(model, Cmhsa):
         config['input_size'] = (model.in_chans, *model.patch_embed.img_size)
     in_chans = config['input_size'][0]
-    for key in ('mean', 'std'):  # a model of gray images can have inherited those of three channels
+    for key in ('mean', 'std'):  # a model for gray images may still have the values of three channels
         if len(config[key]) != in_chans:
             config[key] = (sum(config[key]) / len(config[key]),) * in_chans
     return config
 
 
 def choose_images(
-        images: Optional[Union[torch.Tensor, str, Path]],
+        images: Optional[Union[torch.Tensor, PathLike]],
         model: nn.Module,
         num_images: int,
 ) -> Tuple[torch.Tensor, List[str], str]:
-    """Return images for a model, the name of each and that of all: those given, some of a folder, or random noise."""
+    """Return images for a model, a name for each, and a title: from a folder, as given, or by default random noise."""
+    kind = 'noise' if images is None else 'image'
     if images is None:
         size = (NUM_NOISE_IMAGES, *data_config(model)['input_size'])
-        pixels = torch.randn(size, generator=torch.Generator().manual_seed(0))
-        names = [f'noise {i + 1}' for i in range(len(pixels))]
-    elif isinstance(images, torch.Tensor):
-        pixels = images
-        names = [f'image {i + 1}' for i in range(len(pixels))]
+        images = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    if isinstance(images, torch.Tensor):
+        pixels, names = images, [f'{kind} {i + 1}' for i in range(len(images))]
     else:
-        pixels, names = read_folder(Path(images), model, num_images)
+        pixels, names = read_folder(images, model, num_images)
     title = '1 image' if len(names) == 1 else f'{len(names)} images'
-    if images is None:
+    if kind == 'noise':
         title += ' of random noise'
     return pixels.to(next(model.parameters())), names, title  # to the model's device and type
 
@@ -61,64 +58,64 @@ def evenly_spaced(total: int, count: int) -> List[int]:
     return [i * total // count for i in range(count)]
 
 
-def read_folder(folder: Path, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
-    """Return images of a folder and the folders in it, prepared for a model, (B, C, H, W), and their names.
+def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
+    """Return at most `count` images of a folder and its subfolders, prepared for a model, and their names.
 
-    Those that cannot be read are left out, with a warning. (timm's `ImageDataset` returns another one in their place.)
+    Links out of the folder are not followed. Images that cannot be read are left out with a warning, while timm's
+    `ImageDataset` puts others in their place.
+
+    Returns:
+        Images of shape (B, C, H, W), and their paths in the folder.
+
+    Raises:
+        CheckpointError: If there is no readable image.
     """
-    if not folder.is_dir():
+    root = Path(folder).resolve()
+    if not root.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
-    read, size = image_reader(model), data_config(model)['input_size']
-    files = image_files(folder)
-    files = [files[i] for i in evenly_spaced(len(files), count)]
-    if len(files) * math.prod(size) > MAX_VALUES:
-        raise CheckpointError(f'{len(files)} images of {size} do not fit into memory: take fewer.')
-    images, names, unread = [], [], []
-    for file in files:
-        name = printable(str(file.relative_to(folder)))
+    files = sorted(
+        path for path in root.rglob('*')
+        if path.suffix.lower() in get_img_extensions() and path.is_file()
+        and Path(os.path.realpath(path)).is_relative_to(root))
+    if not files:
+        raise CheckpointError(f'{folder} has no images ({", ".join(get_img_extensions())}).')
+    read = image_reader(model)
+    images, names, failure = [], [], ''
+    for file in (files[i] for i in evenly_spaced(len(files), count)):
+        name = str(file.relative_to(root))
         try:
             images.append(read(file))
             names.append(name)
-        except Exception as e:  # Decoders of broken files raise anything.
-            unread.append((name, one_line(e)))
+        except Exception as e:  # decoders raise anything
+            failure = f'{name} cannot be read: {one_line(e)}'
+            _logger.warning('%s It is left out.', failure)
     if not images:
-        reason = '{}: {}'.format(*unread[0]) if unread else f'no file ends in {", ".join(get_img_extensions())}'
-        raise CheckpointError(f'{folder} holds no images that can be read: {reason}.')
-    for name, reason in unread:
-        _logger.warning('%s is left out, it cannot be read: %s.', name, reason)
+        raise CheckpointError(f'{folder} has no readable images: {failure}')
     return torch.stack(images), names
 
 
 def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
-    """Return what reads an image file and prepares it for a model, (C, H, W)."""
+    """Return a function that reads an image file and prepares it for a model: shape (C, H, W).
+
+    It refuses images of more than `MAX_PIXELS` or with extreme proportions before decoding them.
+    """
     config = data_config(model)
     in_chans = config['input_size'][0]
-    modes = {1: 'L', 3: 'RGB'}
-    if in_chans not in modes:
-        raise CheckpointError(f'images have 1 or 3 channels, the model {in_chans}.')
+    if in_chans not in (1, 3):
+        raise CheckpointError(
+            f'Image files have 1 or 3 channels, but the model takes {in_chans}: leave them out, or pass a tensor.')
     transform = create_transform(**config)
-    return lambda file: transform(read_image(file, modes[in_chans]))
 
+    def read(file: Path) -> torch.Tensor:
+        with Image.open(file, formats=FORMATS) as image:
+            width, height = image.size
+            if width * height > MAX_PIXELS:
+                raise ValueError(f'{width} x {height} pixels are more than {MAX_PIXELS / 1e6:.0f} megapixels')
+            if max(width, height) > MAX_ASPECT * min(width, height):
+                raise ValueError(f'{width} x {height} pixels are too narrow')
+            return transform(image.convert('L' if in_chans == 1 else 'RGB'))
 
-def image_files(folder: Path) -> List[Path]:
-    """Return the files in a folder that are called images, each once: links can lead in circles."""
-    seen, files = set(), []
-    for root, folders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(root) in seen:
-            folders.clear()
-            continue
-        seen.add(os.path.realpath(root))
-        files += [Path(root, name) for name in names if Path(name).suffix.lower() in get_img_extensions()]
-    return sorted(files)
-
-
-def read_image(file: Path, mode: str) -> Image.Image:
-    if not file.is_file():  # to open a pipe would wait forever
-        raise OSError('it is no regular file')
-    with Image.open(file, formats=FORMATS) as image:
-        if max(image.size) > MAX_ASPECT * min(image.size):
-            raise ValueError('it is too narrow, {} x {} pixels'.format(*image.size))
-        return image.convert(mode)
+    return read
 
 
 def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:

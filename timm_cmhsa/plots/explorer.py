@@ -11,12 +11,11 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..analysis import AttentionMaps
-from ..images import data_config, to_pixels
-from ..pixel import PositionalAttention
-from .data import PlotError, finite_maps, layers_to_draw, model_name, num_weights
+from ..images import to_pixels
+from .data import PlotError, check_alike, finite_maps, layers_to_draw, model_name, num_weights
 
 MAX_PAGE_BYTES = 64 * 2 ** 20
-STEPS = 255  # a weight is stored as a share of the largest of its map, in so many steps
+STEPS = 255  # a weight is stored as a share of the largest of its map, in this many steps
 
 
 def explorer_html(
@@ -26,7 +25,7 @@ def explorer_html(
         layers: Optional[Container[str]] = None,
         before: Optional[nn.Module] = None,
 ) -> str:
-    """Make a page that shows where every head looks from the patch under the mouse.
+    """Return a page that shows the attention of every head from the patch under the mouse.
 
     Every map (one head, one query) is stored in 255 steps of its largest weight, the weight of the zero key exactly.
 
@@ -34,21 +33,21 @@ def explorer_html(
         model: A model with attention of this package.
         images: Input of the model, (B, C, H, W).
         titles: Names of the images.
-        layers: Names of the layers to show, by default all.
-        before: The same model at an earlier time of its training, whose maps are shown beside.
+        layers: Names of the layers to show; by default all.
+        before: The same model at an earlier time of its training, to show beside it.
 
     Raises:
-        PlotError: If the page would be too large, a model has no attention, or the two have other layers or heads.
+        PlotError: If the page would be too large, a model has no attention, or the two have different layers or heads.
     """
     model, before = unwrap_model(model), None if before is None else unwrap_model(before)
-    shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
     if before is not None:
         check_alike(model, before)
+    shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
     check_page_size(shown, len(images), 1 if before is None else 2)
     encoded = {key: _encode_images(each, images, shown)
                for key, each in (('maps', model), ('before', before)) if each is not None}
     titles = titles or [f'image {i + 1}' for i in range(len(images))]
-    data: Dict[str, Any] = {
+    data = {
         'model': model_name(model),
         'steps': STEPS,
         'images': [{'title': title, 'png': _png(pixels)} for title, pixels in zip(titles, to_pixels(images, model))],
@@ -58,44 +57,26 @@ def explorer_html(
             for name in encoded['maps']],
     }
     page = resources.files(__package__).joinpath('explorer.html').read_text(encoding='utf-8')
-    # No title can end the script that the data is in.
+    # A title must not end the script that holds the data.
     return page.replace('{{data}}', json.dumps(data).replace('<', '\\u003c'))
 
 
-def check_alike(model: nn.Module, before: nn.Module) -> None:
-    """Refuse two models whose heads cannot be shown beside each other for the same images."""
-    one, other = (
-        (data_config(each)['input_size'],
-         {name: (layer.num_heads, tuple(layer.grid_size)) for name, layer in layers_to_draw(each).items()})
-        for each in (model, before))
-    if one != other:
-        raise PlotError(
-            'the two models have other image sizes, attention layers, heads or grids: give the same model at two times '
-            'of its training.')
-
-
 def check_page_size(layers: Mapping[str, Any], num_images: int, num_models: int = 1) -> None:
-    weights = sum(_num_maps(layer, num_images) * num_weights(layer) for layer in layers.values())
-    size = num_models * weights * 4 // 3  # base64
+    size = num_models * num_images * sum(map(num_weights, layers.values())) * 4 // 3  # base64
     if size > MAX_PAGE_BYTES:
         raise PlotError(
-            f'the page would be {size / 2 ** 20:.0f} MB large, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
-            'take fewer images, a smaller input or fewer layers.')
-
-
-def _num_maps(layer: Any, num_images: int) -> int:
-    return 1 if type(layer) is PositionalAttention else num_images  # by position alone, it is the same for all
+            f'The page would have {size / 2 ** 20:.0f} MB, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
+            'use fewer images, a smaller input or fewer layers.')
 
 
 def _encode_images(
         model: nn.Module, images: torch.Tensor, layers: Mapping[str, Any]) -> Dict[str, List[Dict[str, Optional[str]]]]:
-    """Encode the maps of layers, a list by image for each."""
-    encoded: Dict[str, List[Dict[str, Optional[str]]]] = {}
-    for i, image in enumerate(images.split(1)):
-        for name, maps in finite_maps(model, image).items():
-            if name in layers and i < _num_maps(layers[name], len(images)):
-                encoded.setdefault(name, []).append(_encode_maps(maps))
-    return encoded
+    """Encode the maps of layers: a list by image for each, or a single entry if it is the same for all images."""
+    by_image = [
+        {name: _encode_maps(maps) for name, maps in finite_maps(model, image).items() if name in layers}
+        for image in images.split(1)]
+    encoded = {name: [maps[name] for maps in by_image] for name in by_image[0]}
+    return {name: maps if any(each != maps[0] for each in maps) else maps[:1] for name, maps in encoded.items()}
 
 
 def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
@@ -111,8 +92,7 @@ def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
 
 
 def _base64(tensor: torch.Tensor) -> str:
-    array = tensor.cpu().numpy()
-    return base64.b64encode(array.astype(array.dtype.newbyteorder('<')).tobytes()).decode()
+    return base64.b64encode(tensor.cpu().numpy().tobytes()).decode()  # little-endian, as browsers have it
 
 
 def _png(pixels: torch.Tensor) -> str:
