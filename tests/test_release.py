@@ -42,8 +42,7 @@ def test_the_wheel_works_without_this_repository(tmp_path):
     (tmp_path / 'use.py').write_text(USE)
     path = dict(PYTHONPATH=str(site))
     run(sys.executable, '-m', 'timm_cmhsa', 'use.py', site, cwd=tmp_path, **path)
-    report = run(site / 'bin' / 'convert_checkpoint', 'phase1', 'phase2', cwd=tmp_path, **path)
-    assert report.endswith('written to phase2\n')
+    run(site / 'bin' / 'convert_checkpoint', 'phase1', 'phase2', cwd=tmp_path, **path)
     run(site / 'bin' / 'plot_attention', 'phase2', '--output', 'pictures', '--html', cwd=tmp_path, **path)
     assert {'.png', '.html'} <= {file.suffix for file in (tmp_path / 'pictures').iterdir()}
 
@@ -63,7 +62,7 @@ def test_one_version():
 @pytest.mark.parametrize(('tag', 'status'), [(f'v{__version__}', 0), (f'v{__version__}.1', 1), (__version__, 1)])
 def test_a_tag_of_another_version_is_not_released(tag, status):
     workflow = yaml.safe_load((ROOT / '.github/workflows/release.yml').read_text(encoding='utf-8'))
-    check = workflow['jobs']['build']['steps'][2]
+    check = next(step for step in workflow['jobs']['build']['steps'] if 'tag' in step.get('name', ''))
     done = subprocess.run(
         ['bash', '-ec', check['run']], cwd=ROOT, env={**os.environ, 'GITHUB_REF_NAME': tag}, capture_output=True,
         text=True)

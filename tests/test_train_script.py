@@ -1,7 +1,7 @@
 """timm's own scripts, unmodified, run as users run them.
 
 They are not part of the timm package: set TIMM_CLONE to a clone of pytorch-image-models, best at the tag of the
-installed timm. The data are the digits, as an ImageFolder that examples/digits.py writes.
+installed timm. The data are the digits, in the folders that examples/digits.py writes.
 """
 import csv
 import json
@@ -15,13 +15,12 @@ import time
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import timm
 import torch
 import yaml
 from timm.models import save_for_hf
 
-from timm_cmhsa import convert_checkpoint
+from timm_cmhsa import convert_checkpoint, load_model
 
 CLONE = Path(os.environ.get('TIMM_CLONE', ''))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -63,10 +62,11 @@ def few(digits, tmp_path_factory):
 
 
 def options(digits, output, model, *extra):
-    """Of train.py; what comes last counts."""
+    """Return options of train.py; the last ones count. A folder's configuration holds the image size."""
+    size = ['--crop-pct', 1] if str(model).startswith('local-dir:') else SMALL_IMAGES
     return [
         '--device-modules', 'timm_cmhsa', '--data-dir', digits, '--model', model, '--num-classes', 10,
-        *SMALL_IMAGES, '-b', 50, '--opt', 'adamw', '--lr', 4e-3, '--weight-decay', 0.05, '--warmup-epochs', 0,
+        *size, '-b', 50, '--opt', 'adamw', '--lr', 4e-3, '--weight-decay', 0.05, '--warmup-epochs', 0,
         '--epochs', 1, '--hflip', 0, '--scale', 0.6, 1, '--device', DEVICE, '-j', 1, '--output', output.parent,
         '--experiment', output.name, *extra]
 
@@ -75,12 +75,12 @@ def train(digits, output, model, *extra):
     return run(CLONE / 'train.py', *options(digits, output, model, *extra))
 
 
-def validate(digits, model, checkpoint, *extra):
-    """The numbers that validate.py prints, as it prints them."""
+def validate(digits, model, *extra):
+    """Return the numbers that validate.py prints."""
+    size = ['--crop-pct', 1] if str(model).startswith('local-dir:') else SMALL_IMAGES
     stdout = run(
         '-m', 'timm_cmhsa', CLONE / 'validate.py', '--data-dir', digits, '--split', 'validation', '--model', model,
-        '--num-classes', 10, *SMALL_IMAGES, '-b', 100, '--device', DEVICE, '-j', 1,
-        '--checkpoint', checkpoint, *extra)
+        '--num-classes', 10, *size, '-b', 100, '--device', DEVICE, '-j', 1, *extra)
     return json.JSONDecoder().raw_decode(stdout.split('--result\n')[1])[0]
 
 
@@ -102,55 +102,52 @@ def phase1(digits, tmp_path_factory):
     return output
 
 
+def last_top1(output):
+    return float(final_metrics(output)['eval_top1'])
+
+
 def test_two_phases_and_validation(digits, phase1, tmp_path):
-    before = validate(digits, CONV, phase1 / 'model_best.pth.tar')
-    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', images=digits / 'validation')
-    after = validate(digits, ATTN, tmp_path / 'phase2.safetensors')
+    before = validate(digits, CONV, '--checkpoint', phase1 / 'model_best.pth.tar')
+    convert_checkpoint(
+        phase1 / 'model_best.pth.tar', tmp_path / 'converted', architecture='cmhsa_attn_soft',
+        images=digits / 'validation')
+    model = f"local-dir:{tmp_path / 'converted'}"
+    after = validate(digits, model, '--pretrained')
     accuracies = 'top1', 'top1_err', 'top5', 'top5_err'
     assert {key: before[key] for key in accuracies} == {key: after[key] for key in accuracies}
     assert before['top1'] > 20
 
-    train(digits, tmp_path / 'phase2', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', '--epochs', 2)
-    with open(tmp_path / 'phase2' / 'summary.csv') as f:
-        summary = list(csv.DictReader(f))
-    best = validate(digits, ATTN, tmp_path / 'phase2' / 'model_best.pth.tar')
-    assert best['top1'] == pytest.approx(max(float(row['eval_top1']) for row in summary), abs=1e-3)
-    assert best['top1'] > before['top1']
-    absorbed = validate(digits, ATTN, tmp_path / 'phase2' / 'model_best.pth.tar', '--reparam')
-    assert {key: absorbed[key] for key in accuracies} == {key: best[key] for key in accuracies}
-    assert absorbed['param_count'] < best['param_count']
+    extra = ['--pretrained', '--lr', 1e-3, '--amp', '--amp-dtype', 'bfloat16']
+    train(digits, tmp_path / 'phase2', model, *extra)
+    train(digits, tmp_path / 'phase2', model, *extra, '--epochs', 2, '--resume', tmp_path / 'phase2' / 'last.pth.tar')
+    trained = validate(digits, model, '--checkpoint', tmp_path / 'phase2' / 'last.pth.tar')
+    assert trained['top1'] == pytest.approx(last_top1(tmp_path / 'phase2'), abs=0.5)
+    assert trained['top1'] > before['top1']
+    table = 'blocks.0.attn.rel_pos.relative_position_bias_table'
+    start, end = (load_model(path).state_dict()[table]
+                  for path in (tmp_path / 'converted', tmp_path / 'phase2' / 'last.pth.tar'))
+    assert (end - start).abs().max() > 0.01, 'soft heads learn where to look'
+
+    larger = ['--img-size', 24, '--model-kwargs', 'img_size=24']
+    train(digits, tmp_path / 'larger', model, '--pretrained', *larger)
+    assert last_top1(tmp_path / 'larger') > 20
 
 
 @pytest.mark.parametrize('extra', [[], ['--torchcompile'], ['--amp', '--amp-dtype', 'bfloat16', '--model-ema']])
-def test_phase2_as_shifts(digits, phase1, tmp_path, extra):
-    """The result is a checkpoint of attention, as good as when it was trained as shifts."""
-    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', images=digits / 'validation')
-    before = validate(digits, ATTN, tmp_path / 'phase2.safetensors')
-    as_shifts = ['--model-kwargs', 'img_size=16', 'hard_attn=True', '--epochs', 2]
-    train(digits, tmp_path / 'run', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', *as_shifts, *extra)
-    with open(tmp_path / 'run' / 'summary.csv') as f:
-        top1 = float(list(csv.DictReader(f))[-1]['eval_top1'])
+def test_phase2_with_hard_heads_as_shifts(digits, phase1, tmp_path, extra):
+    """The result is a checkpoint of attention with the accuracy of the shifts."""
+    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'converted')
+    model = f"local-dir:{tmp_path / 'converted'}"
+    before = validate(digits, model, '--pretrained')
+    as_shifts = ['--pretrained', '--model-kwargs', 'hard_attn=True', '--epochs', 2]
+    train(digits, tmp_path / 'run', model, *as_shifts, *extra)
     last = tmp_path / 'run' / 'last.pth.tar'
-    after = validate(digits, ATTN, last)
+    after = validate(digits, model, '--checkpoint', last)
     assert after['top1'] > before['top1']
     if '--model-ema' not in extra:
-        assert after['top1'] == pytest.approx(top1, abs=0.5 if extra else 1e-3)
-    assert validate(digits, ATTN, last, '--reparam')['param_count'] < 0.7 * after['param_count']
-    train(digits, tmp_path / 'attention', ATTN, '--resume', last, '--no-resume-opt', '--epochs', 3)
-
-
-def test_phase2_with_soft_heads(digits, phase1, tmp_path):
-    """Where they look changes, and the checkpoint and the moving average of the weights know it."""
-    convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', model=ATTN, peak=0.5)
-    soft = ['--model-kwargs', 'img_size=16', 'rel_pos=padded_table', 'num_heads=10']
-    train(digits, tmp_path / 'run', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors', *soft, '--lr', 1e-3,
-          '--amp', '--amp-dtype', 'bfloat16', '--model-ema', '--model-ema-decay', '0.9')
-    last = tmp_path / 'run' / 'last.pth.tar'
-    for extra in ([], ['--use-ema']):
-        assert validate(digits, ATTN, last, *soft, *extra)['top1'] > 50
-    table = 'blocks.0.attn.rel_pos.relative_position_bias_table'
-    start = safetensors.torch.load_file(tmp_path / 'phase2.safetensors')[table]
-    assert (weights(last)[table] - start).abs().max() > 0.01
+        assert after['top1'] == pytest.approx(last_top1(tmp_path / 'run'), abs=0.5 if extra else 1e-3)
+    assert validate(digits, model, '--checkpoint', last, '--reparam')['param_count'] < 0.9 * after['param_count']
+    train(digits, tmp_path / 'attention', model, '--resume', last, '--no-resume-opt', '--epochs', 3)
 
 
 @pytest.mark.parametrize('model', [CONV, ATTN])
@@ -310,9 +307,9 @@ def test_recipe_for_own_images(few, tmp_path):
 
     phase('phase1', CONV)
     report = convert_checkpoint(
-        tmp_path / 'phase1' / 'model_best.pth.tar', tmp_path / 'phase2.safetensors', images=few / 'validation')
-    assert report.num_real_images == 30
-    phase('phase2', ATTN, '--initial-checkpoint', tmp_path / 'phase2.safetensors')
+        tmp_path / 'phase1' / 'model_best.pth.tar', tmp_path / 'converted', images=few / 'validation')
+    assert report.num_images == (8, 30)
+    phase('phase2', f"local-dir:{tmp_path / 'converted'}", '--pretrained')
     assert (tmp_path / 'phase2' / 'model_best.pth.tar').exists()
 
 
