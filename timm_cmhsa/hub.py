@@ -1,0 +1,261 @@
+"""Publishes models on the Hugging Face Hub, with a model card."""
+import logging
+import tempfile
+from numbers import Real
+from pathlib import Path
+from typing import Any, Dict, List, Mapping, Optional, Sequence
+
+import timm
+import torch
+from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData, get_token
+from huggingface_hub.errors import HTTPError
+from huggingface_hub.utils import validate_repo_id
+from timm.models._hub import generate_readme
+from timm.models._pretrained import filter_pretrained_cfg
+from timm.utils import unwrap_model
+from torch import nn
+
+from .images import data_config
+from .load import CheckpointError, HubError, PathLike, checked_tensors, load_model, one_line
+from .models import Cmhsa
+from .save import PICKLE_SUFFIXES, save_model
+from .version import __version__
+
+_logger = logging.getLogger(__name__)
+
+DESCRIPTIONS = {
+    'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer on raw image patches with a convolution over '
+                 'the whole image in place of each attention. timm_cmhsa rewrites it exactly as self-attention.',
+    'CmhsaAttn': 'Phase 2, the self-attention phase: a Vision Transformer on raw image patches with relative position '
+                 'bias, which can express convolutions exactly.',
+    'PixelAttn': 'A Vision Transformer on single pixels or small patches, with heads that attend by relative position.',
+}
+AUTHORS = {  # of the papers, and the year
+    'arXiv:2111.01353': ('Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui', 2021),
+    'arXiv:1911.03584': ('Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin', 2019),
+}
+USAGE = '''```python
+import timm
+import timm_cmhsa  # registers the architecture
+
+model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()
+transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
+```'''
+
+
+def save_for_hub(
+        model: nn.Module,
+        folder: PathLike,
+        repo_id: str = 'USER/NAME',
+        *,
+        force: bool = False,
+        label_names: Optional[Sequence[str]] = None,
+        license: Optional[str] = None,
+        datasets: Sequence[str] = (),
+        base_model: Optional[str] = None,
+        results: Optional[Mapping[str, float]] = None,
+        details: Optional[Mapping[str, Any]] = None,
+) -> None:
+    """Write config.json, model.safetensors and README.md, for `timm.create_model('local-dir:FOLDER', pretrained=True)`.
+
+    Args:
+        model: Model of this package, or a wrapper of one, such as DistributedDataParallel.
+        folder: New folder.
+        repo_id: Name on the Hub that the model card refers to.
+        force: Replace an earlier model in the folder.
+        label_names: Names of the classes; by default those of the pretrained configuration, if their number fits.
+        license: Identifier of a license on the Hub; by default none is given.
+        datasets: Names of the training data on the Hub, such as uoft-cs/cifar100.
+        base_model: Name on the Hub of the model that this one was made from.
+        results: Accuracies in percent by name, such as Top-1.
+        details: More about the model, by heading; for example `ConversionReport.details`.
+
+    Raises:
+        CheckpointError: If the model cannot be saved, an argument is bad, or the folder cannot be written.
+        ValueError: If the name on the Hub is not valid.
+    """
+    model = unwrap_model(model)
+    source = getattr(model, 'pretrained_cfg', None)
+    if not isinstance(model, Cmhsa) or not source:
+        raise CheckpointError(
+            f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model.')
+    if Path(folder).suffix in ('.safetensors', *PICKLE_SUFFIXES):
+        raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
+    checked_tensors(model.state_dict(), 'The model')
+    labels: Dict[str, Any] = {}
+    if label_names is not None:
+        labels['label_names'] = _checked_names('label_names', label_names)
+        if len(label_names) != model.num_classes:
+            raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
+    elif len(source.get('label_names') or ()) == model.num_classes:  # otherwise they are of an earlier head
+        labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
+    pretrained_cfg = {
+        **filter_pretrained_cfg(source, remove_source=True), **data_config(model), 'num_classes': model.num_classes,
+        'license': license, 'label_names': None, 'label_descriptions': None}
+    card = model_card(model, repo_id, license, datasets, base_model, results, details)
+    save_model(model, folder, force, {**labels, 'pretrained_cfg': pretrained_cfg}, card)
+
+
+def push_to_hub(
+        model: nn.Module,
+        repo_id: str,
+        *,
+        private: bool = False,
+        revision: Optional[str] = None,
+        create_pr: bool = False,
+        commit_message: str = 'Add model',
+        **kwargs: Any,
+) -> str:
+    """Publish a model, for `timm.create_model('hf-hub:USER/NAME', pretrained=True)`.
+
+    Arguments, result and errors are those of `push_folder_to_hub`; `**kwargs` are those of `save_for_hub`.
+    """
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, 'model')
+        save_for_hub(model, folder, repo_id, **kwargs)
+        return push_folder_to_hub(
+            folder, repo_id, private=private, revision=revision, create_pr=create_pr, commit_message=commit_message)
+
+
+def push_folder_to_hub(
+        folder: PathLike,
+        repo_id: str,
+        *,
+        private: bool = False,
+        revision: Optional[str] = None,
+        create_pr: bool = False,
+        commit_message: str = 'Add model',
+) -> str:
+    """Publish a folder that `save_for_hub` or `convert_checkpoint` wrote, in one commit.
+
+    A README.md on the Hub is kept. If there is none in the folder either, a model card is written.
+
+    Args:
+        folder: Folder with config.json and model.safetensors.
+        repo_id: Name on the Hub, USER/NAME; created if it does not exist.
+        private: Create a private repository.
+        revision: Branch to push to, by default main; created if it does not exist.
+        create_pr: Open a pull request instead.
+        commit_message: First line of the commit.
+
+    Returns:
+        Address of the model, or of the pull request.
+
+    Raises:
+        CheckpointError, ValueError: If the folder holds no model, or the name is not valid. Nothing was sent.
+        HubError: If the Hub was not reached or refused.
+    """
+    check_repo_id(repo_id)
+    readme = Path(folder, 'README.md')
+    card = readme if readme.is_file() else model_card(load_model(folder), repo_id).encode()
+    operations = [CommitOperationAdd(name, Path(folder, name)) for name in ('config.json', 'model.safetensors')]
+    token = get_token() or ''
+    if not token or not token.isascii() or not token.isprintable():
+        raise HubError(f'{repo_id}: there is no valid token. Run `hf auth login`, or set HF_TOKEN.')
+    api = HfApi(token=token, library_name='timm_cmhsa', library_version=__version__)
+    try:
+        # private=False would overrule an organization whose repositories are private by default
+        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+        if private and not api.model_info(repo_id).private:
+            raise RuntimeError('it exists and is public. Make it private in its settings, or choose another name')
+        if revision is not None and not create_pr and not api.revision_exists(repo_id, revision):
+            api.create_branch(repo_id, branch=revision)
+        if api.file_exists(repo_id, 'README.md', revision=revision):
+            _logger.warning('The README.md of %s is kept. Delete it there to get a new model card.', repo_id)
+        else:
+            operations.append(CommitOperationAdd('README.md', card))
+        # upload_folder may make several commits
+        commit = api.create_commit(
+            repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr)
+    except Exception as e:  # huggingface_hub, its HTTP client and hf_xet have no common base
+        raise HubError(f'{repo_id}: {_reason(e).replace(token, "***")}') from e
+    return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
+
+
+def _reason(error: Exception) -> str:
+    """Return why the Hub was not reached or refused, and what to do."""
+    response = getattr(error, 'response', None)
+    if response is None:
+        hint = ' Check the connection to the Hub.' if isinstance(error, (HTTPError, OSError)) else ''
+        return one_line(error, 1000) + hint
+    hints = {
+        401: ' Run `hf auth login`, or set HF_TOKEN.',
+        403: ' The token needs the right to write to this repository.',
+        404: ' Check the name, and that the token gives access to it.',
+    }
+    message = getattr(error, 'server_message', None) or str(error)
+    return f'the Hub answered {response.status_code}: {message.strip(".")}.{hints.get(response.status_code, "")}'
+
+
+def check_repo_id(repo_id: str) -> None:
+    validate_repo_id(repo_id)
+    if '/' not in repo_id:
+        raise ValueError(f'{repo_id!r} is not the name of a repository: expected USER/NAME.')
+
+
+def _checked_names(argument: str, names: Sequence[str]) -> List[str]:
+    if isinstance(names, (str, Mapping)):
+        raise CheckpointError(f'{argument}={names!r} is a {type(names).__name__}: give a list of names.')
+    return [str(name) for name in names]
+
+
+def model_card(
+        model: Cmhsa,
+        repo_id: str,
+        license: Optional[str] = None,
+        datasets: Sequence[str] = (),
+        base_model: Optional[str] = None,
+        results: Optional[Mapping[str, float]] = None,
+        details: Optional[Mapping[str, Any]] = None,
+) -> str:
+    """Return the text of README.md: metadata that the Hub reads, then what people read. See `save_for_hub`."""
+    check_repo_id(repo_id)
+    datasets, results = _checked_names('datasets', datasets), results or {}
+    for metric, value in results.items():
+        if not isinstance(value, Real) or not 0 <= value <= 100:
+            raise CheckpointError(f'{metric}={value!r} is not an accuracy in percent: give a number from 0 to 100.')
+    name, source, config, args = repo_id.split('/')[1], model.pretrained_cfg, data_config(model), model.model_args()
+    task = 'image-classification' if model.num_classes else 'image-feature-extraction'
+    paper, paper_id = source['paper_name'], source['paper_ids'].removeprefix('arXiv:')
+    authors, year = AUTHORS[source['paper_ids']]
+    dataset = datasets[0] if datasets else 'imagefolder'
+    card = ModelCard(generate_readme(model_name=name, model_card={
+        'description': next(DESCRIPTIONS[c.__name__] for c in type(model).__mro__ if c.__name__ in DESCRIPTIONS),
+        'details': {
+            'Model Stats': {
+                'Architecture': source['architecture'],
+                'Params (M)': f'{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}',
+                'Image size': '{1} x {2}, {0} channels'.format(*config['input_size']),
+                'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
+                'Token mixer': (
+                    '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
+                    'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(
+                        **{'head_dim': model.embed_dim, **args})),
+            },
+            'Preprocessing': 'mean {mean}, std {std}, {interpolation}, {crop_mode} crop of {crop_pct}'.format(**config),
+            **({'Dataset': datasets} if datasets else {}),
+            **({'Results': {metric: f'{value:g} %' for metric, value in results.items()}} if results else {}),
+            **(details or {}),
+            'Paper': f'[{paper}](https://arxiv.org/abs/{paper_id})',
+            'Made with': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
+        },
+        'usage': USAGE.format(repo_id=repo_id),
+        'citation': (
+            f'@article{{arxiv{paper_id},\n  title={{{paper}}},\n  author={{{authors}}},\n'
+            f'  journal={{arXiv preprint arXiv:{paper_id}}},\n  year={{{year}}}\n}}'),
+    }))
+    card.data = ModelCardData(
+        license=license,
+        library_name='timm',
+        pipeline_tag=task,
+        tags=['timm', 'cmhsa', 'vision-transformer'],
+        datasets=datasets or None,
+        base_model=base_model,
+        model_name=name if results else None,
+        eval_results=[
+            EvalResult(
+                task_type=task, dataset_type=dataset, dataset_name=dataset, metric_type='accuracy',
+                metric_name=f'{metric} accuracy', metric_value=float(value))
+            for metric, value in results.items()] or None,
+    )
+    return str(card)

@@ -1,1 +1,0 @@
-"""To and from the Hugging Face Hub."""
