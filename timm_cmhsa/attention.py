@@ -1,4 +1,5 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
+import math
 from typing import TYPE_CHECKING, Any, Final, List, Optional, Tuple
 
 import torch
@@ -7,7 +8,7 @@ from timm.layers import to_2tuple, use_fused_attn
 from torch import nn
 
 from .patches import Mask, Size2d, reject_attn_mask
-from .rel_pos import Grid, add_attn_mask, create_rel_pos
+from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness, precise_dtype
 from .shifts import HardAttention, HeadShifts, hard_offsets
 
 # keep as leaves for FX
@@ -156,6 +157,19 @@ class RelPosAttention(nn.Module):
                 f'hard_attn needs heads with zero queries that look at one offset: {num_soft} of {self.num_heads} '
                 'heads do not. Train them as attention.')
         return offsets
+
+    @torch.no_grad()
+    def point_at_nearest(self) -> None:
+        """Make all heads hard, with zero queries as after a conversion, each at an offset, the nearest ones first."""
+        rel_pos, dtype = self.rel_pos, precise_dtype(self.qkv.weight.dtype)
+        reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
+        offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
+        offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
+        for head in range(self.num_heads):
+            sharpness = exact_sharpness(math.prod(rel_pos.grid_size), dtype)
+            rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
+        for parameter in self.qkv.parameters():
+            parameter[:self.widths[0]] = 0
 
     def used_heads(self) -> torch.Tensor:
         """Return whether the output projection of a head is not zero: shape (num_heads,)."""

@@ -18,8 +18,7 @@ from torch import nn
 
 from .attention import RelPosAttention
 from .patches import PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
-from .rel_pos import Grid, PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
-from .shifts import point_at_nearest
+from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
 
 __all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
 
@@ -239,16 +238,11 @@ class CmhsaAttn(Cmhsa):
         if self.hard_attn:
             self._init_hard_attn()
 
-    @torch.no_grad()
     def _init_hard_attn(self) -> None:
-        if self.norm.weight.is_meta:
-            return
-        for attn in (block.attn for block in self.blocks):
-            dtype = precise_dtype(attn.qkv.weight.dtype)
-            point_at_nearest(attn.rel_pos, exact_sharpness(math.prod(attn.grid_size), dtype))
-            for parameter in attn.qkv.parameters():  # queries are zero, as after a conversion
-                parameter[:attn.widths[0]] = 0
-        self.set_hard_attn()
+        if not self.norm.weight.is_meta:
+            for block in self.blocks:
+                block.attn.point_at_nearest()
+            self.set_hard_attn()
 
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute hard heads as shifts, for training too, or as attention again.

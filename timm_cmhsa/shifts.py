@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from .patches import Mask, reject_attn_mask
-from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
+from .rel_pos import Grid, PaddedRelPosTable
 
 if TYPE_CHECKING:
     from .attention import RelPosAttention
@@ -53,15 +53,6 @@ def _only_entry(bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
     """Return what `topk` would for a table with a single offset: (values, indices), the second value -inf."""
     values = torch.cat([bias, torch.full_like(bias, -math.inf)])
     return values, torch.zeros_like(values, dtype=torch.long)
-
-
-def point_at_nearest(rel_pos: RelPosTable, sharpness: float) -> None:
-    """Point every head at an offset, the nearest offsets first."""
-    reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
-    offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
-    offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-    for head in range(rel_pos.num_heads):
-        rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
 
 
 def shift_tokens(x: torch.Tensor, offset: Offset, grid_size: Grid) -> torch.Tensor:
