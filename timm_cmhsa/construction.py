@@ -53,7 +53,7 @@ class HeadOptions(NamedTuple):
                 isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):
             raise ValueError(f'sharpness={self.sharpness!r} must be positive, and {MAX_SHARPNESS} at most.')
         if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
-            raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75, or None (hard heads).')
+            raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75, or None for hard.')
         if self.rel_pos not in (None, RelPosTable.name, PaddedRelPosTable.name):
             raise ValueError(f"rel_pos={self.rel_pos!r} cannot express a convolution: use 'table' or 'padded_table'.")
         if self.peak is not None and self.rel_pos == RelPosTable.name:

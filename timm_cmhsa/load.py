@@ -223,7 +223,7 @@ def _checked_config(config: Mapping[str, Any], source: str) -> Tuple[Optional[st
     """Return architecture, model arguments, and preprocessing with label names, of a config.json like timm's."""
     architecture, model_args = config.get('architecture'), config.get('model_args') or {}
     told = config.get('pretrained_cfg') or {}
-    if not isinstance(architecture, (str, type(None))) or not all(isinstance(part, dict) for part in (model_args, told)):
+    if not isinstance(architecture or '', str) or not isinstance(model_args, dict) or not isinstance(told, dict):
         raise CheckpointError(f'{source} has a malformed model configuration.')
     told = {**told, **{key: config[key] for key in ('label_names', 'label_descriptions') if key in config}}
     input_size = told.get('input_size')

@@ -20,8 +20,6 @@ from .attention import RelPosAttention
 from .patches import PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
 from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
 
-__all__ = ['Cmhsa', 'CmhsaAttn', 'CmhsaConv']
-
 
 class CmhsaBlock(Block):
     """timm's block with a form for inference."""
