@@ -1,0 +1,213 @@
+"""Vision Transformers on pixels, whose heads attend by relative position.
+
+Paper: `On the Relationship between Self-Attention and Convolutional Layers` - https://arxiv.org/abs/1911.03584
+
+A token is a patch of 2 x 2 pixels (the paper's invertible downsampling), projected to 400 dimensions. Heads attend to
+whole tokens. One matrix per head replaces its value and output projections (W^(h) of Equation 11), so that a layer has
+the parameters of a convolution with one tap per head. Blocks are timm's, with normalization before attention and MLP;
+the authors' code has BERT's, with normalization after them.
+"""
+from typing import Any, Dict, Final, Optional, Sequence, Union
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple, use_fused_attn
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from ..models import Cmhsa, cfg
+from ..patches import Mask, Size2d
+from ..rel_pos import Grid, add_attn_mask
+from .encodings import ENCODINGS, resize_offset_embed
+
+torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
+
+__all__ = ['PixelAttn', 'PositionalAttention']
+
+
+@torch.fx.wrap  # a leaf too: it branches on a traced value
+def attend(attn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return what every head attends to, (B, N, num_heads, dim), for weights (B or 1, num_heads, N, N)."""
+    if attn.shape[0] == 1:  # the same weights for all images: one matmul, and ONNX cannot broadcast in an einsum
+        return torch.einsum('hnm,bmd->bnhd', attn[0], x)
+    return torch.einsum('bhnm,bmd->bnhd', attn, x)
+
+
+class PositionalAttention(nn.Module):
+    """Heads that attend by relative position, and with `rel_pos='learned_content'` by content as well.
+
+    Attention by position alone has the same weights for all images. Maps tokens of shape (B, N, dim) to the same shape.
+    """
+    fused_attn: Final[bool]
+
+    def __init__(
+            self,
+            dim: int,
+            grid_size: Size2d,
+            num_heads: int = 9,
+            rel_pos: str = 'quadratic',
+            attn_drop: float = 0.,
+            proj_drop: float = 0.,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+    ) -> None:
+        """See `RelPosAttention`; the encodings are those of `PixelAttn`.
+
+        Heads are as wide as tokens. Without heads, the output is the same for all tokens.
+        """
+        super().__init__()
+        if num_heads < 0:
+            raise ValueError(f'{num_heads=} must not be negative.')
+        if rel_pos not in ENCODINGS:
+            raise ValueError(f'{rel_pos=} is not an encoding of pixel models: use {", ".join(ENCODINGS)}.')
+        dd: Any = {'device': device, 'dtype': dtype}
+        self.num_heads = num_heads
+        self.fused_attn = use_fused_attn()
+        self.rel_pos = ENCODINGS[rel_pos](to_2tuple(grid_size), num_heads, dim, **dd)
+        self.qk = nn.Linear(dim, 2 * num_heads * dim, **dd) if self.rel_pos.depends_on_queries else None
+        self.attn_drop = nn.Dropout(attn_drop)
+        self.value = nn.Linear(num_heads * dim, dim, **dd)
+        self.proj = nn.Linear(dim, dim, **dd)
+        self.proj_drop = nn.Dropout(proj_drop)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for module in self.children():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=.02)
+                nn.init.zeros_(module.bias)
+        self.rel_pos.reset_parameters()
+
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+        B, N, D = x.shape
+        if self.qk is None:  # one softmax for the whole batch, nothing to fuse
+            attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
+            x = attend(self.attn_drop(attn), x)
+        else:
+            q, k = self.qk(x).reshape(B, N, 2, self.num_heads, D).permute(2, 0, 3, 1, 4).unbind(0)
+            attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
+            if self.fused_attn:
+                v = x.unsqueeze(1).expand(B, self.num_heads, N, D)
+                x = F.scaled_dot_product_attention(
+                    q, k, v, attn_mask=attn_bias, dropout_p=self.attn_drop.p if self.training else 0.).transpose(1, 2)
+            else:
+                attn = (q * D ** -0.5) @ k.transpose(-2, -1) + attn_bias
+                x = attend(self.attn_drop(attn.softmax(dim=-1)), x)
+        return self.proj_drop(self.proj(self.value(x.flatten(2))))
+
+    @property
+    def grid_size(self) -> Grid:
+        return self.rel_pos.grid_size
+
+    def set_grid_size(self, grid_size: Grid) -> None:
+        """Change the grid; the bias of every offset is kept."""
+        self.rel_pos.set_grid_size(grid_size)
+
+
+class PixelAttn(Cmhsa):
+    """A Vision Transformer on pixels (or 2 x 2 patches), whose heads attend by relative position."""
+
+    def __init__(
+            self,
+            *,
+            num_heads: Union[int, Sequence[int]] = 9,
+            rel_pos: str = 'quadratic',
+            patch_size: Size2d = 2,
+            hidden_chans: int = 100,
+            mlp_ratio: float = 1.28,
+            **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            num_heads: Number of heads, for all blocks or for each.
+            rel_pos: Relative position encoding: 'quadratic', 'quadratic_gen', 'learned' or 'learned_content', which
+                attends by content as well.
+            patch_size, hidden_chans, mlp_ratio, **kwargs: See `Cmhsa`.
+        """
+        super().__init__(patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs)
+        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
+        depth = len(self.blocks)
+        heads = [num_heads] * depth if isinstance(num_heads, int) else list(num_heads)
+        if len(heads) != depth:
+            raise ValueError(f'{num_heads=} has {len(heads)} numbers for {depth=} blocks: give one for each.')
+        for block, block_heads in zip(self.blocks, heads):
+            block.attn = PositionalAttention(
+                self.embed_dim,
+                self.patch_embed.grid_size,
+                num_heads=block_heads,
+                rel_pos=rel_pos,
+                attn_drop=self.drop_rates['attn_drop_rate'],
+                proj_drop=self.drop_rates['proj_drop_rate'],
+                **dd,
+            )
+
+    def model_args(self) -> Dict[str, Any]:
+        heads = [block.attn.num_heads for block in self.blocks]
+        return dict(
+            super().model_args(), num_heads=heads[0] if len(set(heads)) == 1 else heads,
+            rel_pos=self.blocks[0].attn.rel_pos.name)
+
+
+def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
+    """Pad or crop the offset embeddings of a checkpoint for another image size."""
+    embeds = {
+        name: len(parameter) for name, parameter in model.named_parameters()
+        if name.endswith(('rel_pos.row_embed', 'rel_pos.col_embed'))}
+    return {
+        name: resize_offset_embed(tensor, embeds[name]) if name in embeds else tensor
+        for name, tensor in state_dict.items()}
+
+
+def _create_pixel_attn(variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> PixelAttn:
+    return build_model_with_cfg(
+        PixelAttn,
+        variant,
+        pretrained,
+        pretrained_filter_fn=checkpoint_filter_fn,
+        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
+        **{**defaults, **kwargs},
+    )
+
+
+_PAPER = dict(
+    input_size=(3, 32, 32), crop_pct=1.0, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+    paper_ids='arXiv:1911.03584', paper_name='On the Relationship between Self-Attention and Convolutional Layers')
+
+default_cfgs = generate_default_cfgs({
+    'pixel_attn_quadratic': cfg(num_classes=10, **_PAPER),
+    'pixel_attn_quadratic_gen': cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned': cfg(num_classes=10, **_PAPER),
+    'pixel_attn_learned_content': cfg(num_classes=10, **_PAPER),
+
+    'test_pixel_attn': cfg(**_PAPER),
+})
+
+
+@register_model
+def pixel_attn_quadratic(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by round Gaussians ("SA quadratic emb.", Table 1). """
+    return _create_pixel_attn('pixel_attn_quadratic', pretrained, kwargs, rel_pos='quadratic')
+
+
+@register_model
+def pixel_attn_quadratic_gen(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by Gaussians of any shape ("SA quadratic emb. gen.", Table 4). """
+    return _create_pixel_attn('pixel_attn_quadratic_gen', pretrained, kwargs, rel_pos='quadratic_gen')
+
+
+@register_model
+def pixel_attn_learned(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by learned row and column embeddings ("SA learned emb.", Table 1). """
+    return _create_pixel_attn('pixel_attn_learned', pretrained, kwargs, rel_pos='learned')
+
+
+@register_model
+def pixel_attn_learned_content(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ 6 layers of 9 heads that attend by such embeddings and content ("SA learned emb. + content", Table 1). """
+    return _create_pixel_attn('pixel_attn_learned_content', pretrained, kwargs, rel_pos='learned_content')
+
+
+@register_model
+def test_pixel_attn(pretrained: bool = False, **kwargs: Any) -> PixelAttn:
+    """ Attention on pixels, for unit tests. """
+    return _create_pixel_attn('test_pixel_attn', pretrained, kwargs, patch_size=4, hidden_chans=3, depth=4)

@@ -1,0 +1,62 @@
+"""Pruning of degenerate heads of the generalized quadratic encoding (Appendix E of arXiv 1911.03584)."""
+from typing import Any, Dict, List
+
+import torch
+from timm.utils import unwrap_model
+from torch import nn
+
+from .encodings import GeneralQuadraticRelPos
+from .models import PositionalAttention
+
+# Of the eigenvalues of a head's inverse covariance:
+MIN_EIGENVALUE = 1e-5  # patches^-2; if the larger one is below, the head attends to all patches alike
+MAX_CONDITION = 1e5  # if the ratio of the two is above, it attends to a thin stripe
+
+
+def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
+    """Return the heads that attend to all patches alike, or to a thin stripe."""
+    smallest, largest = torch.linalg.eigvalsh(rel_pos.inv_covariance().detach().double().cpu()).unbind(dim=-1)
+    degenerate = (largest < MIN_EIGENVALUE) | (largest > MAX_CONDITION * smallest)
+    return degenerate.nonzero().flatten().tolist()
+
+
+def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
+    """Remove degenerate heads from a model with `rel_pos='quadratic_gen'`, or a wrapper of one, in place.
+
+    Their contribution is lost. Appendix E then trains for a few more epochs, at a tenth of the learning rate. Create
+    the optimizer afterwards, since the parameters are new. `model.model_args()` has the new numbers of heads.
+
+    Returns:
+        Indices of the removed heads, by name of the layer.
+
+    Raises:
+        ValueError: If no layer has this encoding.
+    """
+    model = unwrap_model(model)
+    layers: Dict[str, Any] = {
+        name: module for name, module in model.named_modules()
+        if isinstance(module, PositionalAttention) and isinstance(module.rel_pos, GeneralQuadraticRelPos)}
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer with rel_pos='quadratic_gen': only its heads can be degenerate.")
+    pruned = {name: degenerate_heads(layer.rel_pos) for name, layer in layers.items()}
+    for name, layer in layers.items():
+        keep_heads(layer, [head for head in range(layer.num_heads) if head not in pruned[name]])
+    if hasattr(model, '_model_args'):  # what newer versions of timm save with the model
+        model._model_args = {**model._model_args, 'num_heads': model.model_args()['num_heads']}
+    return pruned
+
+
+def keep_heads(layer: PositionalAttention, heads: List[int]) -> None:
+    """Remove all other heads of a layer with a quadratic encoding."""
+    weight = layer.value.weight.unflatten(1, (layer.num_heads, layer.proj.in_features))
+    replace_parameter(layer.value, 'weight', weight[:, heads].flatten(1))
+    for name in ('center', 'inv_std'):
+        replace_parameter(layer.rel_pos, name, layer.rel_pos.get_parameter(name)[heads])
+    layer.num_heads = layer.rel_pos.num_heads = len(heads)
+    layer.value.in_features = layer.value.weight.shape[1]
+
+
+def replace_parameter(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    requires_grad = module.get_parameter(name).requires_grad
+    setattr(module, name, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
