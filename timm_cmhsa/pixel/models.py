@@ -90,7 +90,7 @@ class PositionalAttention(nn.Module):
                 v = x.unsqueeze(1).expand(B, self.num_heads, N, D)
                 x = F.scaled_dot_product_attention(
                     q, k, v, attn_mask=attn_bias, dropout_p=self.attn_drop.p if self.training else 0.)
-                x = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # ONNX export fails to flatten a view
+                x = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # ONNX cannot flatten a view
             else:
                 attn = (q * D ** -0.5) @ k.transpose(-2, -1) + attn_bias
                 x = attend(self.attn_drop(attn.softmax(dim=-1)), x)
