@@ -8,8 +8,9 @@ import json
 import statistics
 import time
 import traceback
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict
 
 import timm
 import torch
@@ -20,29 +21,20 @@ from torch import nn
 import timm_cmhsa  # noqa: F401
 
 BASELINE = 'vit_relpos_base_patch16_224'
-CHUNK_SIZE = 512
 
 
-def create(name: str, grid: int) -> nn.Sequential:
+def create(grid: int, name: str, **kwargs: Any) -> nn.Sequential:
     """Create a model's only block's attention, in a module that `reparameterize_model` can replace it in."""
-    model = timm.create_model(name, img_size=16 * grid, depth=1)
+    model = timm.create_model(name, img_size=16 * grid, depth=1, **kwargs)
     return nn.Sequential(model.blocks[0].attn)
 
 
-def create_ours(name: str, grid: int, absorb: bool = False, chunk_size: Optional[int] = None) -> nn.Sequential:
-    layer = create(name, grid)
-    attn: Any = layer[0]
-    attn.absorb, attn.chunk_size = absorb, chunk_size
-    return layer
-
-
 LAYERS: Dict[str, Callable[[int], nn.Module]] = {
-    BASELINE: lambda grid: create(BASELINE, grid),
-    'cmhsa_attn, as in the paper': lambda grid: create_ours('cmhsa_attn', grid),
-    'cmhsa_attn, absorbed': lambda grid: create_ours('cmhsa_attn', grid, absorb=True),
-    'cmhsa_attn_16x96': lambda grid: create_ours('cmhsa_attn_16x96', grid),
-    f'cmhsa_attn_16x96, {CHUNK_SIZE} queries at a time': lambda grid: create_ours(
-        'cmhsa_attn_16x96', grid, chunk_size=CHUNK_SIZE),
+    BASELINE: partial(create, name=BASELINE),
+    'cmhsa_attn': partial(create, name='cmhsa_attn'),
+    'cmhsa_attn, qk_dim=768': partial(create, name='cmhsa_attn', qk_dim=768),
+    'cmhsa_attn_soft': partial(create, name='cmhsa_attn_soft'),
+    'cmhsa_attn_soft, qk_dim=96': partial(create, name='cmhsa_attn_soft', qk_dim=96),
 }
 
 

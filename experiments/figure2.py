@@ -29,10 +29,12 @@ def plan_curves(runs: List[Run]) -> Dict[str, List[Run]]:
     curves = {}
     for start in ('converted', 'random'):
         for warmup in ('with', 'without'):
-            curves[f'{start}, {warmup} warm-up'] = [run._replace(
+            title = f'{start}, {warmup} warm-up'
+            curves[title] = [run._replace(
                 stage=run.stage._replace(
-                    eval_every=1, warmup_epochs=run.stage.warmup_epochs if warmup == 'with' else 0),
-                phase1=run.phase1 if start == 'converted' else None,
+                    title=title, eval_every=1, warmup_epochs=run.stage.warmup_epochs if warmup == 'with' else 0),
+                after=run.after if start == 'converted' else None,
+                curves=('loss',),
             ) for run in runs]
     return curves
 
@@ -41,9 +43,8 @@ def plot(results: Dict[str, List[Result]], path: Path) -> None:
     figure, (axis,) = make_figure((7, 5))
     styles = (('C0', '-'), ('C0', '--'), ('C1', '-'), ('C1', '--'))
     for (title, seeds), (color, linestyle) in zip(results.items(), styles):
-        epochs = [row['epoch'] for row in seeds[0]['history']]
-        losses = [[row['loss'] for row in result['history']] for result in seeds]
-        plot_mean_and_range(axis, epochs, losses, color=color, linestyle=linestyle, label=title)
+        losses = [result['curves']['loss'] for result in seeds]
+        plot_mean_and_range(axis, seeds[0]['curves']['epoch'], losses, color=color, linestyle=linestyle, label=title)
     axis.set(xlabel='epoch', ylabel='validation loss')
     axis.legend()
     figure.savefig(path)

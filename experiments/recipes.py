@@ -4,6 +4,7 @@ Every training has a folder named after its recipe, options, processes and versi
 mix; one that was stopped goes on from its last checkpoint.
 """
 import csv
+import hashlib
 import json
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import yaml
-from common.runs import VERSIONS, digest
+from common.runs import VERSIONS
 
 import timm_cmhsa
 
@@ -93,7 +94,8 @@ def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, ph
         options += ['--aug-repeats', 0]  # timm repeats augmentations only across processes
     options += machine.options
     settings = [load_recipe(recipe), options, phase1 and phase1.name, machine.num_processes, VERSIONS]
-    folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest(settings)}'
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
+    folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest}'
     if epochs_done(folder) < epochs:
         command = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
         command += ['--output', folder.parent, '--experiment', folder.name]

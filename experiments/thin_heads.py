@@ -74,8 +74,9 @@ def plan(heads: Heads, kernel: int, rate: float, seed: int, args: argparse.Names
     """Plan phase 2 with these heads, from phase 1 with this kernel."""
     conv = f'cmhsa_conv_k{kernel}'
     phase1 = Stage('phase1', conv, conv, SHAPE, args.epochs, lr=3e-3)
-    phase2 = Stage('phase2', heads.title, 'cmhsa_attn', model_args(heads, kernel), args.epochs, lr=rate)
-    return Run(phase2, args.num_train, seed, phase1=Run(phase1, args.num_train, seed))
+    phase2 = Stage(
+        'phase2', f'K = {kernel}, heads {heads.title}', 'cmhsa_attn', model_args(heads, kernel), args.epochs, lr=rate)
+    return Run(phase2, args.num_train, seed, after=Run(phase1, args.num_train, seed), curves=('top1',))
 
 
 def model_args(heads: Heads, kernel: int) -> Dict[str, Any]:
@@ -117,10 +118,9 @@ def plot(results: Results, seconds: Dict[str, float], steps: int, path: Path) ->
     figure, axes = make_figure((10, 4), len(KERNELS), sharey=True)
     for axis, kernel in zip(axes, KERNELS):
         for heads in CHOICES:
-            histories = [result['history'] for result in results[heads, kernel]]
-            step = seconds[shape(heads, kernel)]
-            times = [row['epoch'] * steps * step for row in histories[0]]
-            curves = [[row['top1'] for row in history] for history in histories]
+            seeds, step = results[heads, kernel], seconds[shape(heads, kernel)]
+            times = [epoch * steps * step for epoch in seeds[0]['curves']['epoch']]
+            curves = [result['curves']['top1'] for result in seeds]
             plot_mean_and_range(axis, times, curves, label=heads.title)
         axis.set(title=f'K = {kernel}', xlabel='training time of phase 2, s')
     axes[0].set_ylabel('top-1 accuracy, validation, %')

@@ -1,5 +1,5 @@
-"""Handwritten digits: real images, bundled with scikit-learn, each at a random place on a canvas."""
-from typing import Any, Dict, List, Sequence, Tuple
+"""Images to train on: handwritten digits, bundled with scikit-learn, each at a random place on a canvas."""
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 import torch
@@ -17,28 +17,20 @@ NUM_TEST, NUM_VALIDATION = 597, 300  # of the experiments
 MEAN, STD = 0.1, 0.25
 
 
-def preprocessing(img_size: int) -> Dict[str, Any]:
-    """Return timm's data configuration of a model for these images."""
-    return dict(input_size=(1, img_size, img_size), mean=(MEAN,), std=(STD,), interpolation='bicubic', crop_pct=1.0)
-
-
-class Digits(Dataset):
-    """Images of digits with their classes, those at the given indices."""
+class Images(Dataset):
+    """Images in memory with their classes, preprocessed by timm's data configuration of a model."""
 
     def __init__(
             self,
-            images: List[Image.Image],
-            targets: List[int],
-            indices: Sequence[int],
-            augment: bool = False,
+            images: Sequence[Image.Image],
+            targets: Sequence[int],
+            config: Dict[str, Any],
+            augment: Optional[nn.Module] = None,
     ) -> None:
-        self.images, self.targets = [images[i] for i in indices], [targets[i] for i in indices]
-        img_size = images[0].width
-        self.config = preprocessing(img_size)
-        transform = create_transform(**self.config)
-        self.tensors = [transform(image) for image in self.images]
-        # Within the epochs of the experiments, RandAugment, Mixup and averaged weights bring nothing more.
-        self.augment = RandomCrop(img_size, padding=4, fill=-MEAN / STD) if augment else nn.Identity()
+        self.images, self.targets, self.config = images, targets, config
+        transform = create_transform(**config)
+        self.tensors = [transform(image) for image in images]
+        self.augment = augment or nn.Identity()
 
     def __len__(self) -> int:
         return len(self.images)
@@ -49,6 +41,29 @@ class Digits(Dataset):
     def first(self, num_images: int = 64) -> torch.Tensor:
         """Return the first images as one batch, not augmented."""
         return torch.stack(self.tensors[:num_images])
+
+
+Split = Tuple[Images, Images, Images]  # training, held-out and test images
+
+
+class Digits(Images):
+    """Digits with the given indices."""
+
+    def __init__(
+            self,
+            images: List[Image.Image],
+            targets: List[int],
+            indices: Sequence[int],
+            augment: bool = False,
+    ) -> None:
+        size = images[0].width
+        super().__init__(
+            [images[i] for i in indices],
+            [targets[i] for i in indices],
+            dict(input_size=(1, size, size), mean=(MEAN,), std=(STD,), interpolation='bicubic', crop_pct=1.0),
+            # Within the epochs of the experiments, RandAugment, Mixup and averaged weights bring nothing more.
+            RandomCrop(size, padding=4, fill=-MEAN / STD) if augment else None,
+        )
 
 
 def place_digits(rng: np.random.RandomState, canvas: int = CANVAS) -> Tuple[List[Image.Image], List[int]]:
@@ -71,13 +86,8 @@ def digits_on_canvas(num_train: int, seed: int, canvas: int = CANVAS) -> Tuple[D
     return Digits(images, targets, order[:num_train], augment=True), Digits(images, targets, order[num_train:])
 
 
-def split_digits(
-        num_train: int,
-        seed: int,
-        canvas: int = CANVAS,
-        augment: bool = True,
-) -> Tuple[Digits, Digits, Digits]:
-    """Return training, validation and test images; the last are the same for all seeds."""
+def split_digits(num_train: int, seed: int, canvas: int = CANVAS, augment: bool = True) -> Split:
+    """Return training, held-out and test images; the last are the same for all seeds."""
     rng = np.random.RandomState(seed)
     images, targets = place_digits(rng, canvas)
     order = rng.permutation(NUM_IMAGES - NUM_TEST).tolist()

@@ -1,11 +1,12 @@
 """The rows of Table 1 of the paper, and their trainings scaled down to the digits."""
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 from torch import nn
 
-from .data import DIGIT
+from .data import DIGIT, split_digits
 from .options import make_parser, positive_float, positive_int
 from .report import spread
 from .runs import Run, best_rates
@@ -89,7 +90,7 @@ def plan(row: Row, rates: Rates, size: int, seed: int, images_per_phase: int) ->
     """Plan the run of a row's last phase, with that of its first if there are two."""
     run = plan_phase(row, 0, rates[0], size, seed, images_per_phase)
     if len(row.phases) == 2:
-        run = plan_phase(row, 1, rates[1], size, seed, images_per_phase)._replace(phase1=run)
+        run = plan_phase(row, 1, rates[1], size, seed, images_per_phase)._replace(after=run)
     return run
 
 
@@ -102,7 +103,7 @@ def plan_phase(row: Row, phase: int, rate: float, size: int, seed: int, images_p
     stage = Stage(
         model, row.title, model, model_args, epochs, rate, warmup_epochs=max(epochs // 14, 1),
         eval_every=max(epochs // 6, 1), **regularisation)
-    return Run(stage, size, seed, augment=row.deit)
+    return Run(stage, size, seed, data=partial(split_digits, canvas=DIGIT, augment=row.deit))
 
 
 def table_cells(results: Results, rates: Dict[str, str], models: Dict[str, nn.Module]) -> List[List[str]]:

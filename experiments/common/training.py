@@ -4,7 +4,7 @@ import json
 import random
 import time
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import numpy as np
 import timm
@@ -20,14 +20,12 @@ from torch import nn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
-from .data import Digits
-from .photos import Photos
+from .data import Images
 from .report import write_whole
 
 BATCH_SIZE = 20
 
 History = List[Dict[str, float]]
-Images = Union[Digits, Photos]
 
 
 class Stage(NamedTuple):
@@ -54,7 +52,7 @@ class Stage(NamedTuple):
 
 
 def has_bfloat16() -> bool:
-    """Return whether the processor, or the GPU if there is one, has bfloat16; emulated, it is far slower."""
+    """Return whether the processor, or the GPU if there is one, has bfloat16. Emulating it is far slower."""
     if torch.cuda.is_available():
         return torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported()
@@ -74,7 +72,6 @@ def train(
         output: Path,
         seed: int,
         device: torch.device,
-        after_step: Callable[[], None] = lambda: None,
 ) -> Tuple[nn.Module, History]:
     """Train one stage, or go on where it stopped; checkpoints are in the stage's folder in output.
 
@@ -101,7 +98,7 @@ def train(
     progress = tqdm(range(start_epoch, stage.epochs), stage.title, initial=start_epoch, total=stage.epochs)
     for epoch in progress:
         seed_everything(seed * 1000 + epoch)
-        train_loss = train_epoch(stage, epoch, model, loader, optimizer, scheduler, device, after_step)
+        train_loss = train_epoch(stage, epoch, model, loader, optimizer, scheduler, device)
         if (epoch + 1) % stage.eval_every == 0 or epoch + 1 == stage.epochs:
             row = {'epoch': epoch + 1, 'train_loss': train_loss, **evaluate(model, test_data, device)}
             history.append({**row, 'seconds': seconds + clock() - start})
@@ -137,7 +134,6 @@ def train_epoch(
         optimizer: torch.optim.Optimizer,
         scheduler: Scheduler,
         device: torch.device,
-        after_step: Callable[[], None],
 ) -> float:
     """Train one epoch and return its mean loss."""
     loss_fn: nn.Module = LabelSmoothingCrossEntropy(stage.smoothing)
@@ -155,7 +151,6 @@ def train_epoch(
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        after_step()
         scheduler.step_update(epoch * len(loader) + step + 1)
         total += loss.item()
     return total / len(loader)
