@@ -1,12 +1,12 @@
-"""Attention on pixels, by four relative position encodings, beside a ResNet-18: python experiments/pixel_models.py
+"""Attention on pixels with four relative position encodings, and a ResNet-18: python experiments/pixel_models.py
 
 After "On the Relationship between Self-Attention and Convolutional Layers" (arXiv 1911.03584), Tables 1 and 4, scaled
-down to digits of 16 x 16 pixels, 400 of them to train on, and models of a quarter of the width. About 40 minutes on 2
-cores. With several --learning-rates, every model takes its best one by the validation images of one more seed; the test
-images choose nothing. (examples/cifar10 has the recipes for the models in full size.)
+down to digits of 16 x 16 pixels, 400 training images, and models of a quarter of the width. About 40 minutes on 2
+cores. With several --learning-rates, each model takes its best one on held-out images of one more seed; the test images
+choose nothing. examples/cifar10 has recipes for the models in full size.
 
-The output folder gets the table, and what the heads look at and how that changed in training. What was stopped goes on
-where it stopped.
+The output folder gets the table, and pictures of the heads and how they changed in training. A stopped experiment
+resumes where it stopped.
 """
 import argparse
 import json
@@ -17,16 +17,17 @@ from typing import Any, Dict, List, NamedTuple
 
 import timm
 import torch
-from common.data import DIGIT, split_digits
+from common.data import DIGIT
 from common.options import add_repeats, make_parser, positive_float, positive_int
 from common.report import markdown_table, spread, write_whole
 from common.runs import CPU, Result, Run, best_rates, run_all, top1
 from common.timing import step_seconds
 from common.training import BATCH_SIZE, Stage, evaluate, num_params, train
-from torch import nn
 
-from timm_cmhsa import attention_maps, head_statistics, prune_degenerate_heads
+from timm_cmhsa import attention_maps, head_statistics, load_model
 from timm_cmhsa.analysis import HeadStatistics
+from timm_cmhsa.pixel import prune_degenerate_heads
+from timm_cmhsa.pixel.plots import center_figure, gaussians
 from timm_cmhsa.plots import in_order_of_training, plot_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
@@ -69,7 +70,7 @@ def main() -> None:
     write_whole(args.output / 'pixel_models.md', table)
     print(table)
     for title in ('quadratic', 'generalized quadratic', 'learned, with content'):
-        draw(runs[title][0], folder, args.output / 'pictures')
+        draw(runs[title][0], folder, args.output / 'pictures' / runs[title][0].stage.name)
 
 
 def parse_args() -> argparse.Namespace:
@@ -78,7 +79,7 @@ def parse_args() -> argparse.Namespace:
     add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=60, help='default: %(default)s')
     add('--learning-rates', type=positive_float, nargs='+', default=[],
-        help='that every model chooses from (default: rates that were found to do)')
+        help='to choose from for each model (default: a rate that works)')
     add_repeats(parser, 5)
     return parser.parse_args()
 
@@ -94,22 +95,16 @@ def prune(run: Run, folder: Path) -> Result:
     """Remove degenerate heads and train on for a tenth of the epochs, at a tenth of the learning rate (Appendix E)."""
     path = folder / run.name / 'pruned.json'
     if not path.exists():
-        train_data, validation_data, test_data = split_digits(run.num_train, run.seed, DIGIT)
-        model = load(run, folder)
+        train_data, held_out, test_data = run.images()
+        model = load_model(run.checkpoint(folder))
         heads = [len(pruned) for pruned in prune_degenerate_heads(model).values()]
         stage = run.stage._replace(
             name='pruned', title=f'pruned, seed {run.seed}', epochs=max(run.stage.epochs // 10, 1),
             lr=run.stage.lr / 10, warmup_epochs=0)
         before = evaluate(model, test_data, CPU)
-        model, _ = train(stage, model, train_data, validation_data, path.parent, run.seed, CPU)
+        model, _ = train(stage, model, train_data, held_out, path.parent, run.seed, CPU)
         write_whole(path, json.dumps(dict(before=before, test=evaluate(model, test_data, CPU), pruned=heads)))
     return json.loads(path.read_text())
-
-
-def load(run: Run, folder: Path) -> nn.Module:
-    """Create the trained model of a run."""
-    checkpoint = str(run.checkpoint(folder))
-    return timm.create_model(run.stage.model, checkpoint_path=checkpoint, **run.stage.model_args).eval()
 
 
 def markdown(results: Dict[str, List[Result]], rates: Dict[str, float], repeats: int) -> str:
@@ -126,33 +121,32 @@ def markdown(results: Dict[str, List[Result]], rates: Dict[str, float], repeats:
 
 
 def likeness(runs: Dict[str, List[Run]], folder: Path) -> str:
-    """Return how much like a convolution the heads are after training: means over heads, of all seeds."""
+    """Return how much like a convolution the heads are after training: means over heads and seeds."""
     layers = [[f'{statistics.mean(head.best_weight for head in heads):.2f}, '
                f'{statistics.mean(head.distance for head in heads):.1f}' for heads in all_heads(each, folder)]
               for each in runs.values()]
     rows = [[str(layer), *cells] for layer, cells in enumerate(zip(*layers), start=1)]
     return markdown_table(['layer', *runs], rows) + (
-        '\nOf the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and '
-        'mean distance of their centres from the query, in tokens.\n')
+        '\nFor the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and mean '
+        'distance of their centres from the query, in tokens.\n')
 
 
 def all_heads(runs: List[Run], folder: Path) -> List[List[HeadStatistics]]:
     """Measure the heads of the trained models of several seeds, layer by layer."""
     layers: Dict[str, List[HeadStatistics]] = {}
     for run in runs:
-        for name, maps in attention_maps(load(run, folder), test_images(run)).items():
+        for name, maps in attention_maps(load_model(run.checkpoint(folder)), run.images()[2].first()).items():
             layers.setdefault(name, []).extend(head_statistics(maps))
     return list(layers.values())
 
 
-def test_images(run: Run) -> torch.Tensor:
-    return split_digits(run.num_train, run.seed, DIGIT)[2].first()
-
-
 def draw(run: Run, folder: Path, output: Path) -> None:
-    """Draw what the heads of the trained model look at, and how that changed in training."""
+    """Draw the attention of the trained model, and how it changed in training."""
     checkpoints = in_order_of_training(list(run.checkpoint(folder).parent.glob('checkpoint-*.pth.tar')))
-    plot_attention(checkpoints, output / run.stage.name, images=test_images(run), html=True)
+    plot_attention(checkpoints, output, images=run.images()[2].first(), html=True)
+    centers = [gaussians(load_model(path)) for path in checkpoints]
+    if centers[-1]:
+        center_figure(centers, f'Centres of the heads over {len(centers)} checkpoints').savefig(output / 'centers.png')
 
 
 if __name__ == '__main__':
