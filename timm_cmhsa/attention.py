@@ -105,7 +105,7 @@ class RelPosAttention(nn.Module):
             attn = (q * self.scale) @ k.transpose(-2, -1) + attn_bias
             attn = self.attn_drop(attn.softmax(dim=-1))
             x = attn @ v
-        x = self.proj(x.transpose(1, 2).reshape(B, N, -1))
+        x = self.proj(x.transpose(1, 2).flatten(2))
         return self.proj_drop(x)
 
     def forward_hard(self, x: torch.Tensor) -> torch.Tensor:
