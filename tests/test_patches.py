@@ -1,0 +1,81 @@
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, strategies as st
+from torch import nn
+
+from timm_cmhsa import patchify, unpatchify
+from timm_cmhsa.patches import PatchConv2d, PatchReshape, init_patch_identity
+
+sizes = st.integers(1, 4)
+pairs = st.tuples(sizes, sizes)
+
+
+@given(patch=pairs, grid=pairs, chans=sizes)
+def test_a_token_holds_its_pixels_by_row_column_channel(patch, grid, chans):
+    height, width = patch[0] * grid[0], patch[1] * grid[1]
+    images = torch.arange(chans * height * width).reshape(1, chans, height, width)
+    tokens = patchify(images, patch)
+    assert tokens.shape == (1, grid[0] * grid[1], patch[0] * patch[1] * chans)
+    for row, col, channel in itertools.product(range(height), range(width), range(chans)):
+        token = row // patch[0] * grid[1] + col // patch[1]
+        value = (row % patch[0] * patch[1] + col % patch[1]) * chans + channel
+        assert tokens[0, token, value] == images[0, channel, row, col]
+
+
+@given(patch=pairs, grid=pairs, chans=sizes)
+def test_unpatchify_is_the_inverse(patch, grid, chans):
+    images = torch.randn(2, chans, patch[0] * grid[0], patch[1] * grid[1])
+    assert torch.equal(unpatchify(patchify(images, patch), patch, grid), images)
+
+
+def test_one_number_is_a_square():
+    images = torch.randn(2, 3, 8, 8)
+    assert torch.equal(patchify(images, 4), patchify(images, (4, 4)))
+    assert torch.equal(unpatchify(patchify(images, 4), 4, 2), images)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match='9 x 8 pixels cannot be cut into patches of'):
+        patchify(torch.randn(1, 3, 9, 8), 4)
+    for tokens in (torch.randn(1, 5, 48), torch.randn(1, 4, 47)):
+        with pytest.raises(ValueError, match=f'{tokens.shape[1]} tokens of width {tokens.shape[2]} are not a grid of'):
+            unpatchify(tokens, 4, 2)
+    with pytest.raises(ValueError, match='dim=10 is not the width of a patch'):
+        PatchConv2d(10, patch_size=4, grid_size=2)
+    for kernel_size in (2, 0, (3, 4)):
+        with pytest.raises(ValueError, match='use an odd size such as 3 or 5'):
+            PatchConv2d(12, patch_size=2, grid_size=2, kernel_size=kernel_size)
+
+
+@given(patch=pairs, grid=pairs, in_chans=sizes, extra_chans=st.integers(0, 2))
+def test_both_patch_projections_are_a_reshape(patch, grid, in_chans, extra_chans):
+    """Phase 1's is fixed, and phase 2's starts like it. Channels beyond those of the image are zero."""
+    hidden_chans = in_chans + extra_chans
+    images = torch.randn(2, in_chans, patch[0] * grid[0], patch[1] * grid[1])
+    expected = patchify(F.pad(images, (0, 0, 0, 0, 0, extra_chans)), patch)
+    projection = nn.Conv2d(in_chans, patch[0] * patch[1] * hidden_chans, patch, patch)
+    init_patch_identity(projection)
+    for reshape in (PatchReshape(patch, in_chans, hidden_chans), projection):
+        assert torch.equal(reshape(images).flatten(2).transpose(1, 2), expected)
+
+
+@pytest.mark.parametrize('kernel_size', [1, 3, (3, 7)])
+def test_patch_conv2d_convolves_the_whole_image(kernel_size):
+    mixer = PatchConv2d(2 * 3 * 4, patch_size=(2, 3), grid_size=(4, 5), kernel_size=kernel_size)
+    for grid in ((4, 5), (1, 2)):
+        mixer.set_grid_size(grid)
+        images = torch.randn(2, 4, 2 * grid[0], 3 * grid[1])
+        expected = F.conv2d(images, mixer.conv.weight, mixer.conv.bias, padding='same')
+        torch.testing.assert_close(unpatchify(mixer(patchify(images, (2, 3))), (2, 3), grid), expected)
+
+
+def test_patch_conv2d_refuses_masks_and_drops_its_output():
+    mixer, tokens = PatchConv2d(12, patch_size=2, grid_size=2, proj_drop=1.), torch.randn(1, 4, 12)
+    for mask in (dict(attn_mask=torch.ones(4, 4, dtype=torch.bool)), dict(is_causal=True)):
+        with pytest.raises(ValueError, match='no attention to mask'):
+            mixer(tokens, **mask)
+    assert not mixer(tokens).any()
+    assert mixer.eval()(tokens).any()
