@@ -102,8 +102,8 @@ def prune(run: Run, folder: Path) -> Result:
             name='pruned', title=f'pruned, seed {run.seed}', epochs=max(run.stage.epochs // 10, 1),
             lr=run.stage.lr / 10, warmup_epochs=0)
         before = evaluate(model, test_data, CPU)
-        model, _ = train(stage, model, train_data, held_out, path.parent, run.seed, CPU)
-        write_whole(path, json.dumps(dict(before=before, test=evaluate(model, test_data, CPU), pruned=heads)))
+        trained, _ = train(stage, model, train_data, held_out, path.parent, run.seed, CPU)
+        write_whole(path, json.dumps(dict(before=before, test=evaluate(trained, test_data, CPU), pruned=heads)))
     return json.loads(path.read_text())
 
 
