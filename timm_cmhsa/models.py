@@ -237,7 +237,7 @@ class CmhsaAttn(Cmhsa):
             self._init_hard_attn()
 
     def _init_hard_attn(self) -> None:
-        if not self.norm.weight.is_meta:
+        if not self.blocks[0].attn.qkv.weight.is_meta:
             for block in self.blocks:
                 block.attn.point_at_nearest()
             self.set_hard_attn()
@@ -262,14 +262,14 @@ class CmhsaAttn(Cmhsa):
 
     def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
         super().set_input_size(img_size, patch_size)
-        if self.hard_attn and isinstance(self.blocks[0].attn, RelPosAttention):
-            self.set_hard_attn()
+        _update_hard_attn(self)
 
 
-def _update_hard_attn(model: nn.Module, incompatible_keys: Any) -> None:
-    """Compute the loaded heads as shifts if they are hard, and as attention otherwise."""
+def _update_hard_attn(model: nn.Module, incompatible_keys: Any = None) -> None:
+    """Compute the heads that were loaded or resized as shifts if they are hard, and as attention otherwise."""
     assert isinstance(model, CmhsaAttn)
-    if not model.hard_attn or model.blocks[0].attn.rel_pos.position.is_meta:
+    attn = model.blocks[0].attn
+    if not model.hard_attn or not isinstance(attn, RelPosAttention) or attn.rel_pos.position.is_meta:
         return
     try:
         model.set_hard_attn()

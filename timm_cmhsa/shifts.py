@@ -43,8 +43,9 @@ def hard_offsets(attn: 'RelPosAttention') -> List[Optional[Offset]]:
         others = num_keys * (second - best).exp()
         leak = torch.maximum(others * (1 + zero_key.exp()), others * (1 + (-zero_key).exp()))
     else:
-        others = math.prod(rel_pos.grid_size) * second.exp()
-        leak = torch.maximum((others + zero_key.exp()) / best.exp(), others / zero_key.exp())
+        num_tokens = math.prod(rel_pos.grid_size)
+        leak = torch.maximum(
+            num_tokens * (second - best).exp() + (zero_key - best).exp(), num_tokens * (second - zero_key).exp())
     is_hard &= leak <= MAX_LEAK
     return [(row, col) if hard else None for (row, col), hard in zip(offsets, is_hard.tolist())]
 
