@@ -14,7 +14,6 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import gradio as gr
 import torch
-from gradio_client.utils import is_http_url_like
 from torch import nn
 
 from timm_cmhsa import CheckpointError, HubError, load_model
@@ -66,7 +65,7 @@ def uploaded_image() -> gr.Image:
     move = image.async_move_resource_to_block_cache
 
     async def move_upload(path: Any) -> Optional[str]:
-        if is_http_url_like(str(path)):
+        if not os.path.isfile(path):
             raise refusal('This page does not download images: upload the file.')
         return await move(path)
 
