@@ -23,8 +23,7 @@ def random_attention(dim=12, grid_size=(2, 3), fused=True, **kwargs):
 
 def reference(attn, x, mask):
     """Equations 2 to 4 of arXiv 2111.01353, head by head, over the tokens and a zero key. `mask` is added to scores."""
-    batch, num_tokens, _ = x.shape
-    zero = x.new_zeros(batch, 1, 1)
+    zero = x.new_zeros(len(x), 1, 1)
     q, k, v = (part.chunk(attn.num_heads, dim=-1) for part in attn.qkv(x).split(
         [attn.num_heads * attn.qk_dim, attn.num_heads * attn.qk_dim, attn.num_heads * attn.head_dim], dim=-1))
     outputs = []

@@ -53,7 +53,9 @@ def test_a_padded_table_has_a_ring_of_keys_behind_the_zero_key(grid, padding):
     for i, (row, col) in enumerate(patches(grid)):
         expected = [biases[key_row - row, key_col - col] for key_row, key_col in patches(grid)]
         torch.testing.assert_close(bias[:, i, :-1], torch.stack(expected, dim=-1))
-        weights = sum((biases[key_row - row, key_col - col].exp() for key_row, key_col in ring), torch.zeros(2).double())
+        weights = torch.zeros(2).double()
+        for key_row, key_col in ring:
+            weights += biases[key_row - row, key_col - col].exp()
         torch.testing.assert_close(bias[:, i, -1], weights.log() + rel_pos.zero_key_bias)
 
 
