@@ -11,6 +11,7 @@ import safetensors
 import safetensors.torch
 import torch
 from timm.models._hub import save_for_hf
+from timm.models._pretrained import filter_pretrained_cfg
 
 from .load import CheckpointError, PathLike, is_ours, one_line, read_json
 from .models import Cmhsa
@@ -46,6 +47,11 @@ def save_model(
         elif new.suffix in PICKLE_SUFFIXES:
             torch.save(model.state_dict(), new)
         else:
+            # timm 1.0.26 would write the image size and classes of the registered model
+            pretrained_cfg = dict(
+                filter_pretrained_cfg(model.pretrained_cfg, remove_source=True),
+                input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
+            model_config = {'pretrained_cfg': pretrained_cfg, **(model_config or {})}
             save_for_hf(model, str(new), model_config=model_config, model_args=args, safe_serialization=True)
             if card is not None:
                 (new / 'README.md').write_text(card, encoding='utf-8')
