@@ -298,8 +298,8 @@ def _grid_of_table(model: Cmhsa, table_length: int, padding: Grid) -> Optional[G
     """Return the grid of a checkpoint's bias table: its configuration's if that fits, or the model's, or a square."""
     source_size = getattr(model, 'pretrained_model_args', {}).get('img_size') or model.pretrained_cfg['input_size'][-2:]
     height, width = (size // patch for size, patch in zip(to_2tuple(source_size), model.patch_embed.patch_size))
-    side = (math.isqrt(table_length) + 1) // 2
-    for grid in ((height, width), model.patch_embed.grid_size, (side - padding[0], side - padding[1])):
+    side = (math.isqrt(table_length - 1) + 2 - sum(padding)) // 2
+    for grid in ((height, width), model.patch_embed.grid_size, (side, side)):
         if math.prod(2 * (size + pad) - 1 for size, pad in zip(grid, padding)) == table_length:
             return grid
     return None
