@@ -1,0 +1,315 @@
+"""Both phases keep timm's promises."""
+import re
+
+import pytest
+import timm
+import torch
+from helpers import images_for, max_error, phase1
+from timm.data import resolve_model_data_config
+from timm.layers import set_fused_attn
+from timm.models import group_parameters, save_for_hf
+from timm.models._manipulate import reinit_non_persistent_buffers
+from timm.models.vision_transformer import Block
+from timm.optim import create_optimizer_v2
+from timm.utils import AttentionExtract
+from torch import nn
+
+import timm_cmhsa
+from timm_cmhsa import CmhsaAttn, CmhsaConv, patchify
+from timm_cmhsa.construction import plan_heads
+from timm_cmhsa.save import save_model
+
+CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
+THIN = dict(num_heads=10, head_dim=24, rel_pos='padded_table')
+both_phases = pytest.mark.parametrize('name', [CONV, ATTN])
+all_models = pytest.mark.parametrize(('name', 'kwargs'), [(CONV, {}), (ATTN, {}), (ATTN, THIN)])
+
+
+def random_model(name, **kwargs):
+    """A model in eval mode whose every parameter is random."""
+    model = timm.create_model(name, **kwargs).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+def assert_same(actual, expected):
+    """The same function, of all that a checkpoint holds."""
+    assert actual.state_dict().keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(actual.state_dict()[name], tensor), name
+    images = images_for(expected)
+    torch.testing.assert_close(actual.eval()(images), expected.eval()(images))
+
+
+def test_registered_models():
+    names = [f'cmhsa_{kind}{size}' for kind in ('attn', 'attn_soft', 'conv_k3', 'conv_k5')
+             for size in ('', '_patch4_32')]
+    assert timm.list_models('cmhsa*') == sorted(names)
+    assert set(names) <= set(timm.list_models(module='models'))
+    for name in names:
+        cls = CmhsaAttn if 'attn' in name else CmhsaConv
+        assert type(timm.create_model(name, device='meta')) is cls
+
+
+@pytest.mark.parametrize('kernel_size', [3, 5])
+def test_phase_1_is_the_papers(kernel_size):
+    model = timm.create_model(f'cmhsa_conv_k{kernel_size}', device='meta')
+    assert (model.embed_dim, len(model.blocks), model.patch_embed.grid_size) == (768, 6, (14, 14))
+    conv = model.blocks[0].attn.conv
+    assert (conv.kernel_size, conv.padding, conv.padding_mode) == ((kernel_size,) * 2, (kernel_size // 2,) * 2, 'zeros')
+    per_block = 3 * 3 * kernel_size ** 2 + 3 + 2 * 2 * 768 + 2 * 768 * 3072 + 3072 + 768
+    assert sum(p.numel() for p in model.parameters()) == 6 * per_block + 2 * 768 + 769 * 1000
+
+
+@pytest.mark.parametrize(('name', 'num_heads', 'head_dim', 'qk_dim', 'table'), [
+    ('cmhsa_attn', 9, 768, 64, 27 * 27), ('cmhsa_attn_soft', 20, 96, 32, 29 * 29),
+    ('cmhsa_attn_patch4_32', 9, 192, 64, 15 * 15), ('cmhsa_attn_soft_patch4_32', 20, 48, 32, 17 * 17)])
+def test_phase_2_expresses_phase_1(name, num_heads, head_dim, qk_dim, table):
+    model = timm.create_model(name, device='meta')
+    attn, dim = model.blocks[0].attn, model.embed_dim
+    assert (attn.num_heads, attn.head_dim, attn.qk_dim) == (num_heads, head_dim, qk_dim)
+    width = 2 * qk_dim + head_dim
+    assert sum(p.numel() for p in attn.parameters()) == (
+        num_heads * (width * (dim + 1) + head_dim * dim) + dim + (table + 1) * num_heads)
+    conv = nn.Conv2d(model.hidden_chans, model.hidden_chans, 5, padding=2)
+    peak = 0.75 if 'soft' in name else None
+    heads = plan_heads(conv, model.patch_embed.patch_size, model.patch_embed.grid_size, head_dim, peak=peak)
+    assert len(heads) == num_heads
+
+
+@all_models
+def test_a_model_is_patches_then_blocks_then_norm_pool_and_head(name, kwargs):
+    model = random_model(name, **kwargs)
+    images = images_for(model)
+    tokens = model.patch_embed(images)
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        tokens = tokens + block.attn(block.norm1(tokens))
+        tokens = tokens + block.mlp(block.norm2(tokens))
+    torch.testing.assert_close(model.forward_features(images), model.norm(tokens))
+    torch.testing.assert_close(model(images), model.head(model.norm(tokens).mean(dim=1)))
+
+
+@both_phases
+def test_the_patch_projection_starts_as_a_reshape(name):
+    model = timm.create_model(name, img_size=(8, 12), patch_size=(2, 4), in_chans=2, hidden_chans=2)
+    images = images_for(model)
+    assert torch.equal(model.patch_embed(images), patchify(images, (2, 4)))
+    model.init_weights()
+    assert torch.equal(model.patch_embed(images), patchify(images, (2, 4)))
+
+
+@pytest.mark.parametrize(('name', 'kwargs'), [
+    *((name, kwargs) for name in (CONV, ATTN) for kwargs in (
+        dict(img_size=(8, 24)), dict(img_size=4), dict(patch_size=(2, 4)), dict(in_chans=1, hidden_chans=5),
+        dict(num_classes=0), dict(mlp_ratio=1.5, init_values=0.1), dict(global_pool=''), dict(global_pool='map'),
+        dict(fc_norm=True, act_layer='silu', norm_layer='rmsnorm'),
+        dict(drop_rate=0.1, drop_path_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1))),
+    (CONV, dict(kernel_size=(3, 7))),
+    (ATTN, dict(num_heads=4, head_dim=8, qk_dim=3, qkv_bias=False)),
+    (ATTN, dict(THIN, padding=(2, 1))),
+])
+def test_arguments(name, kwargs):
+    model = timm.create_model(name, **dict(dict(img_size=16, depth=2, num_classes=5), **kwargs))
+    images = images_for(model)
+    logits = model(images)
+    tokens = (model.patch_embed.num_patches,) if kwargs.get('global_pool') == '' else ()
+    assert logits.shape == (2, *tokens, model.num_classes or model.embed_dim)
+    logits.square().mean().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert model(images[:0]).shape == (0, *logits.shape[1:])
+    model.set_input_size((24, 16))
+    same = timm.create_model(name, **model.model_args())
+    same.load_state_dict(model.state_dict())
+    assert_same(same, model)
+
+
+@pytest.mark.parametrize(('name', 'kwargs', 'message'), [
+    (CONV, dict(img_size=33), 'img_size=33 is not divisible by patch_size=4: use a multiple'),
+    (CONV, dict(img_size=(32, 30)), 'not divisible'),
+    (CONV, dict(img_size=2), 'not divisible'),
+    (CONV, dict(img_size=32.), 'one or two whole numbers'),
+    (CONV, dict(patch_size=0), 'not divisible'),
+    (CONV, dict(in_chans=4), 'set hidden_chans to 4 or more'),
+    (CONV, dict(in_chans=0), 'must be positive'),
+    (CONV, dict(depth=0), 'must be positive'),
+    (CONV, dict(kernel_size=4), 'use an odd size such as 3 or 5'),
+    (CONV, dict(global_pool='token'), "needs a class token, which these models do not have: use 'avg'"),
+    (ATTN, dict(num_heads=0), 'must be positive'),
+    (ATTN, dict(qk_dim=-1), 'must be positive'),
+    (ATTN, dict(rel_pos='cubic'), "use 'table' without padding, or 'padded_table'"),
+])
+def test_bad_arguments_say_what_to_change(name, kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        timm.create_model(name, **kwargs)
+
+
+@both_phases
+def test_dropout_rates_reach_their_layers(name):
+    model = timm.create_model(name, drop_rate=0.1, proj_drop_rate=0.2, attn_drop_rate=0.3, drop_path_rate=0.4)
+    assert model.head_drop.p == 0.1
+    assert model.blocks[0].attn.proj_drop.p == model.blocks[0].mlp.drop1.p == 0.2
+    assert model.blocks[-1].drop_path1.drop_prob == pytest.approx(0.4)
+    assert name == CONV or model.blocks[0].attn.attn_drop.p == 0.3
+    images = images_for(model)
+    assert not torch.equal(model.train()(images), model(images))
+    assert torch.equal(model.eval()(images), model(images))
+
+
+@all_models
+def test_features(name, kwargs):
+    model = random_model(name, **kwargs)
+    images = images_for(model)
+    final, intermediates = model.forward_intermediates(images)
+    assert [tuple(y.shape) for y in intermediates] == [(2, 48, 8, 8)] * 4
+    torch.testing.assert_close(final, model.forward_features(images))
+    torch.testing.assert_close(model.forward_head(final), model(images))
+    backbone = timm.create_model(name, features_only=True, out_indices=(1, 3), **kwargs).eval()
+    backbone.model.load_state_dict({key: model.state_dict()[key] for key in backbone.model.state_dict()})
+    assert backbone.feature_info.reduction() == [4, 4]
+    torch.testing.assert_close(backbone(images), intermediates[1::2])
+    assert model.prune_intermediate_layers(1, prune_head=False) == [3]
+    torch.testing.assert_close(model.forward_head(model.forward_features(images)), model(images))
+    model.prune_intermediate_layers([0, 1])
+    torch.testing.assert_close(model.forward_intermediates(images, intermediates_only=True), intermediates[:2])
+
+
+@all_models
+def test_classifier(name, kwargs):
+    model = timm.create_model(name, num_classes=5, **kwargs)
+    images = images_for(model)
+    assert model.get_classifier().out_features == 5
+    model.reset_classifier(3)
+    assert model(images).shape == (2, 3)
+    model.reset_classifier(0, '')
+    assert model(images).shape == (2, 64, 48)
+
+
+@all_models
+def test_grad_checkpointing_changes_nothing(name, kwargs):
+    model, gradients = timm.create_model(name, **kwargs), []
+    for enable in (False, True):
+        model.set_grad_checkpointing(enable)
+        loss = model(images_for(model)).square().mean()
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*gradients)
+
+
+@both_phases
+def test_layer_decay_groups_follow_the_depth(name):
+    model = timm.create_model(name)
+    groups = group_parameters(model, model.group_matcher(), reverse=True)
+    for parameter, layer in groups.items():
+        if match := re.match(r'blocks\.(\d+)\.', parameter):
+            assert layer - int(match[1]) == groups['blocks.0.norm1.weight']
+    assert groups['head.weight'] == max(groups.values())
+    assert set(groups) == {name for name, _ in model.named_parameters()}
+
+
+@all_models
+def test_biases_of_attention_are_not_decayed(name, kwargs):
+    model = timm.create_model(name, **kwargs)
+    optimizer = create_optimizer_v2(model, 'adamw', lr=1., weight_decay=0.1)
+    decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    for name, parameter in model.named_parameters():
+        decayed = name.endswith('.weight') and 'norm' not in name
+        assert decay[id(parameter)] == (0.1 if decayed else 0.), name
+
+
+@pytest.mark.parametrize('options', [{}, dict(rel_pos='padded_table'), dict(peak=0.75), dict(peak=0.6, head_dim=24)])
+def test_another_image_size_keeps_the_function(options):
+    """The rewrite of a convolution stays its rewrite: offsets keep their meaning, and heads their weights."""
+    model = phase1(depth=2, num_classes=5, dtype=torch.float64)
+    converted = timm_cmhsa.convert_model(model, **options)
+    # only a padded table can grow again from a single patch: a table forgets what lies outside
+    for size in ((32, 48), 16, (20, 28), 32, (4, 64), 4) + (() if options == {} else (32,)):
+        for each in (model, converted):
+            each.set_input_size(size)
+        images = images_for(model)
+        assert max_error(model(images), converted(images)) < 1e-9, size
+
+
+@all_models
+def test_bad_image_sizes_leave_the_model_as_it_was(name, kwargs):
+    model = random_model(name, **kwargs)
+    images = images_for(model)
+    expected = model(images)
+    for size, message in ((30, 'not divisible'), (48., 'whole numbers'), ((32,) * 3, 'whole numbers'), ('32', 'whole')):
+        with pytest.raises(ValueError, match=message):
+            model.set_input_size(size)
+    with pytest.raises(ValueError, match='would change the width of a token'):
+        model.set_input_size(patch_size=8)
+    model.set_input_size(patch_size=4)
+    model.set_input_size()
+    assert torch.equal(model(images), expected)
+
+
+def test_pretrained_weights_fit_other_channels_and_classes(tmp_path):
+    source = random_model(ATTN, num_classes=5, depth=1)
+    torch.save(source.state_dict(), tmp_path / 'weights.pth')
+    kwargs = dict(
+        depth=1, pretrained=True, pretrained_cfg_overlay=dict(file=str(tmp_path / 'weights.pth'), num_classes=5))
+    gray = timm.create_model(ATTN, num_classes=5, in_chans=1, **kwargs).eval()
+    images = images_for(gray)
+    torch.testing.assert_close(gray(images), source(images.expand(-1, 3, -1, -1)), atol=1e-4, rtol=1e-4)
+    assert timm.create_model(ATTN, num_classes=3, **kwargs).head.weight.shape == (3, 48)
+
+
+@pytest.mark.parametrize('kwargs', [{}, THIN, dict(THIN, padding=(0, 2))])
+@pytest.mark.parametrize(('source_size', 'size'), [
+    (32, (16, 48)), (32, 4), (4, 32), (48, (48, 64)), ((24, 48), 32)])
+def test_weights_of_another_image_size_load(kwargs, source_size, size, tmp_path):
+    """A folder names its image size. A file does not: it is the model's usual one, or a square."""
+    source = random_model(ATTN, img_size=source_size, depth=1, num_classes=5, **kwargs)
+    save_model(source, tmp_path / 'model')
+    torch.save(source.state_dict(), tmp_path / 'weights.pth')
+    kwargs = dict(kwargs, depth=1, num_classes=5)
+    same = timm.create_model(ATTN, img_size=source_size, checkpoint_path=str(tmp_path / 'weights.pth'), **kwargs)
+    assert_same(same, source)
+    same = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True)
+    assert_same(same, source)
+    assert tuple(resolve_model_data_config(same)['input_size'][1:]) == source.patch_embed.img_size
+    overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=5)
+    loaded = [timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True, img_size=size)]
+    if not isinstance(source_size, tuple):
+        loaded += [timm.create_model(ATTN, img_size=size, pretrained=True, pretrained_cfg_overlay=overlay, **kwargs)]
+    source.set_input_size(size)
+    for model in loaded:
+        assert_same(model, source)
+
+
+@both_phases
+def test_the_configuration_gives_the_image_size(name):
+    model = timm.create_model(name, pretrained_cfg_overlay=dict(input_size=(3, 64, 48)))
+    assert model.patch_embed.img_size == (64, 48)
+
+
+@all_models
+def test_saved_by_timm_after_changes(name, kwargs, tmp_path):
+    model = random_model(name, **kwargs)
+    model.set_input_size((16, 48))
+    model.reset_classifier(5, 'max')
+    args = {key: value for key, value in model.model_args().items() if value is not None}
+    save_for_hf(model, str(tmp_path), safe_serialization=True, model_args=args)
+    assert_same(timm.create_model(f'local-dir:{tmp_path}', pretrained=True), model)
+
+
+@all_models
+def test_creation_without_memory(name, kwargs):
+    expected = random_model(name, **kwargs)
+    model = timm.create_model(name, device='meta', **kwargs).to_empty(device='cpu')
+    reinit_non_persistent_buffers(model)
+    model.load_state_dict(expected.state_dict())
+    assert_same(model, expected)
+
+
+@pytest.mark.parametrize('kwargs', [{}, THIN])
+def test_attention_maps_by_timms_extractor(kwargs):
+    set_fused_attn(False)
+    model = timm.create_model(ATTN, **kwargs)
+    maps = AttentionExtract(model, method='fx')(images_for(model))
+    assert len(maps) == 4
+    for attention in maps.values():
+        assert attention.shape == (2, kwargs.get('num_heads', 9), 64, 65)
+        torch.testing.assert_close(attention.sum(dim=-1), torch.ones(attention.shape[:-1]))
