@@ -83,8 +83,8 @@ class HeadShifts(nn.Module):
         self.widths: List[int] = [num_heads * head_dim for _, num_heads in groups]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shifted = [shift_tokens(values, offset, self.grid_size)
-                   for values, offset in zip(x.split(self.widths, dim=-1), self.offsets)]
+        values = x.split(self.widths, dim=-1)  # indexed below, as FX cannot iterate over it
+        shifted = [shift_tokens(values[i], offset, self.grid_size) for i, offset in enumerate(self.offsets)]
         return torch.cat(shifted, dim=-1)
 
 
