@@ -47,7 +47,7 @@ class HeadOptions(NamedTuple):
         limits = (('num_heads', MAX_HEADS), ('head_dim', MAX_HEAD_DIM), ('qk_dim', MAX_HEAD_DIM))
         for name, most in limits:
             value = getattr(self, name)
-            if value is not None and not (isinstance(value, Integral) and 0 < value <= most):
+            if value is not None and not (isinstance(value, Integral) and 0 < int(value) <= most):
                 raise ValueError(f'{name}={value} must be a positive whole number, and {most} at most.')
         if self.sharpness is not None and not (
                 isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):

@@ -61,33 +61,29 @@ def convert_model(
         ValueError: If the architecture is unknown, there is no exact rewrite with these heads, or the model has hooks
             or replaced methods, which the rewrite would drop.
     """
-    model = unwrap_model(model)
-    if type(model) is not CmhsaConv:
-        hint = ', which is converted already' if isinstance(model, CmhsaAttn) else ''
-        raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}{hint}.')
-    _check_unchanged(model)
+    source = _plain_model(model)
     options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
-    architecture, options, heads = complete_options(model, architecture, options)
-    dtype = next(model.parameters()).dtype
+    architecture, options, heads = complete_options(source, architecture, options)
+    dtype = next(source.parameters()).dtype
     if options.peak is not None and dtype != precise_dtype(dtype):
-        model = copy.deepcopy(model).to(precise_dtype(dtype))
+        source = copy.deepcopy(source).to(precise_dtype(dtype))
     generator = torch.Generator().manual_seed(0)
     layers = [rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, options, generator, heads)
-              for mixer in (block.attn for block in model.blocks)]
-    converted = _empty_model(model, architecture, layers[0])
-    for name, child in model.named_children():
+              for mixer in (block.attn for block in source.blocks)]
+    converted = _empty_model(source, architecture, layers[0])
+    for name, child in source.named_children():
         if name not in ('patch_embed', 'blocks'):
             setattr(converted, name, copy.deepcopy(child))
-    for i, (source, attn) in enumerate(zip(model.blocks, layers)):
-        attn.attn_drop, attn.proj_drop = converted.blocks[i].attn.attn_drop, copy.deepcopy(source.attn.proj_drop)
-        converted.blocks[i] = copy.deepcopy(source)
+    for i, (block, attn) in enumerate(zip(source.blocks, layers)):
+        attn.attn_drop, attn.proj_drop = converted.blocks[i].attn.attn_drop, copy.deepcopy(block.attn.proj_drop)
+        converted.blocks[i] = copy.deepcopy(block)
         converted.blocks[i].attn = attn
-    proj, weight = converted.patch_embed.proj, next(model.parameters())
-    converted.patch_embed = copy.deepcopy(model.patch_embed)
+    proj, weight = converted.patch_embed.proj, next(source.parameters())
+    converted.patch_embed = copy.deepcopy(source.patch_embed)
     converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
     init_patch_identity(proj)
-    converted.set_grad_checkpointing(model.grad_checkpointing)
-    return converted.requires_grad_(True).train(model.training)
+    converted.set_grad_checkpointing(source.grad_checkpointing)
+    return converted.requires_grad_(True).train(source.training)
 
 
 def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> CmhsaAttn:
@@ -110,8 +106,12 @@ def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> 
     )
 
 
-def _check_unchanged(model: CmhsaConv) -> None:
-    """Refuse a model with hooks, replaced methods or other layers than its own, which the rewrite would drop."""
+def _plain_model(model: nn.Module) -> CmhsaConv:
+    """Unwrap a phase-1 model; refuse hooks, replaced methods and other layers, which the rewrite would drop."""
+    model = unwrap_model(model)
+    if type(model) is not CmhsaConv:
+        hint = ', which is converted already' if isinstance(model, CmhsaAttn) else ''
+        raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}{hint}.')
     kinds: Dict[nn.Module, type] = {model.blocks: nn.Sequential, model.patch_embed.proj: PatchReshape}
     for block in model.blocks:
         kinds.update({block.attn: PatchConv2d, getattr(block.attn, 'conv', block.attn): nn.Conv2d})
@@ -122,9 +122,13 @@ def _check_unchanged(model: CmhsaConv) -> None:
             raise ValueError(
                 f'{name or "the model"} has hooks, a replaced method or another class, which the rewrite would drop: '
                 'convert the model as timm.create_model makes it.')
-    for mixer in (block.attn for block in model.blocks):
-        if mixer.conv.padding_mode != 'zeros':  # the offsets around the image depend on its size
-            raise ValueError(f'padding_mode={mixer.conv.padding_mode!r} was set by hand: only zero padding converts.')
+    first, *others = (block.attn.conv for block in model.blocks)
+    if first.padding_mode != 'zeros':  # the offsets around the image depend on its size
+        raise ValueError(f'padding_mode={first.padding_mode!r} was set by hand: only zero padding converts.')
+    for conv in others:
+        if conv.extra_repr() != first.extra_repr():
+            raise ValueError(f'The convolutions differ: one has ({first.extra_repr()}), another ({conv.extra_repr()}).')
+    return model
 
 
 def complete_options(
