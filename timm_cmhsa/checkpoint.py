@@ -14,9 +14,8 @@ from .load import (
     CheckpointError,
     PathLike,
     build_model,
-    checked_tensors,
-    is_on_hub,
     local_path,
+    named_tensors,
     read_checkpoint,
 )
 from .models import CmhsaConv
@@ -77,8 +76,9 @@ def convert_checkpoint(
     if tolerance is not None and not tolerance >= 0:
         raise CheckpointError(f'{tolerance=} must be 0 or more.')
     dst = check_destination(dst, force)
-    if not is_on_hub(src) and os.path.exists(dst) and os.path.samefile(local_path(src), dst):
-        raise CheckpointError(f'{dst} is the source: choose another destination.')
+    source = Path(os.path.realpath(local_path(src)))
+    if dst in (source, *source.parents) or (dst.parent == source and dst.is_file()):
+        raise CheckpointError(f'{dst} is the source, or one holds the other: choose another destination.')
     checkpoint = read_checkpoint(src, use_ema)
     model = build_model(checkpoint, src, None, model_kwargs)
     if not isinstance(model, CmhsaConv):
@@ -135,7 +135,7 @@ def convert_state_dict(
         CheckpointError: If these are not the tensors of a phase-1 model.
         ValueError: If there is no exact rewrite with these heads.
     """
-    checkpoint = Checkpoint(checked_tensors(state_dict, 'state_dict'), None, {}, {}, [])
+    checkpoint = Checkpoint(named_tensors(state_dict, 'state_dict'), None, {}, {}, [])
     if img_size is not None:
         model_kwargs['img_size'] = img_size
     model = build_model(checkpoint, 'state_dict', None, model_kwargs)

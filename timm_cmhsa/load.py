@@ -6,6 +6,7 @@ arguments below, within their bounds, reach timm.
 import argparse
 import json
 import math
+import os
 import reprlib
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
@@ -24,19 +25,20 @@ from .models import Cmhsa, registered_variant
 PathLike = Union[str, Path]
 
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
+EMA_KEYS = ('state_dict_ema', 'model_ema')
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
 MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
 
-# Model arguments that a file or the Hub may set, and their largest values.
-SIZES = {'img_size': 4096, 'patch_size': 1024, 'kernel_size': 255, 'padding': 255}  # one or two whole numbers
-INTEGERS = {
-    'in_chans': 1000, 'hidden_chans': 10_000, 'num_classes': 10 ** 6, 'depth': 200, 'num_heads': 10_000,
-    'head_dim': 100_000, 'qk_dim': 100_000}
-NUMBERS = {
-    'mlp_ratio': 1000, 'init_values': 1000, 'drop_rate': 1, 'proj_drop_rate': 1, 'attn_drop_rate': 1,
-    'drop_path_rate': 1}
+# Model arguments that a file or the Hub may set. Largest values of whole numbers, and, as floats, of other numbers.
+LIMITS = {
+    'img_size': 4096, 'patch_size': 1024, 'kernel_size': 255, 'padding': 255, 'in_chans': 1000, 'hidden_chans': 10_000,
+    'num_classes': 10 ** 6, 'depth': 200, 'num_heads': 10_000, 'head_dim': 100_000, 'qk_dim': 100_000,
+    'mlp_ratio': 1000., 'init_values': 1000., 'drop_rate': 1., 'proj_drop_rate': 1., 'attn_drop_rate': 1.,
+    'drop_path_rate': 1.}
 FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
 WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer')  # timm's names
+MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class CheckpointError(ValueError):
@@ -82,14 +84,13 @@ def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
     """Read the tensors of a file, folder or model on the Hub, and what it says about their model."""
     path = download(str(source)) if is_on_hub(source) else local_path(source)
     config: Dict[str, Any] = {}
-    notes: List[str] = []
-    if path.is_dir():
+    if os.path.isdir(path):
         config = read_json(path / 'config.json')
         names = [name for name in WEIGHT_NAMES if (path / name).is_file()]
         if not names:
             raise CheckpointError(f'{path} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
         path = path / names[0]
-    elif not path.is_file():
+    elif not os.path.isfile(path):
         raise CheckpointError(
             f'{path} does not exist: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
     try:
@@ -108,11 +109,10 @@ def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
         raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
     if not config and 'args' in content:
         config = _train_config(content)
-    keys = ('state_dict_ema', 'model_ema', 'state_dict', 'model') if use_ema else ('state_dict', 'model')
+    keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
     key = next((key for key in keys if content.get(key) is not None), None)
-    if key in ('state_dict_ema', 'model_ema'):
-        notes.append(f'averaged (EMA) weights, {key}')
-    state_dict = checked_tensors(content if key is None else content[key], str(path))
+    notes = [f'averaged (EMA) weights, {key}'] if key in EMA_KEYS else []
+    state_dict = named_tensors(content if key is None else content[key], str(path))
     return Checkpoint(state_dict, *_checked_config(config, str(path)), notes)
 
 
@@ -123,7 +123,11 @@ def build_model(
         model_kwargs: Mapping[str, Any],
 ) -> Cmhsa:
     """Build the model of a checkpoint around its tensors; see `load_model`."""
-    told, given = checkpoint.model_args, checked_args(model_kwargs, 'model_kwargs')
+    unknown = ', '.join(sorted(model_kwargs.keys() - set(MODEL_ARGS)))
+    if unknown:
+        raise CheckpointError(f'{unknown}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
+    given = checked_args(model_kwargs, 'model_kwargs')
+    told = {**checkpoint.model_args, 'num_classes': len(checkpoint.state_dict.get('head.weight', ()))}
     for key in told.keys() & given.keys():
         if to_2tuple(told[key]) != to_2tuple(given[key]):
             raise CheckpointError(
@@ -136,13 +140,14 @@ def build_model(
         raise CheckpointError(f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa.')
     if name is None or name in timm.list_models('*cmhsa*'):
         kind, inferred = infer_model(checkpoint.state_dict, source)
-        args = {**inferred, **args}
+        args = {**checked_args(inferred, str(source)), **args}
         name = name or registered_variant(kind, to_2tuple(args['patch_size']), args['hidden_chans'])
         if 'img_size' not in args:
             checkpoint.notes.append('assumed the image size of {}, {} x {} pixels'.format(
                 name, *timm.get_pretrained_cfg_value(name, 'input_size')[1:]))
-    args['num_classes'] = len(checkpoint.state_dict.get('head.weight', ()))
     try:
+        if args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
+            raise ValueError(f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
         model = timm.create_model(
             name, **args, pretrained_cfg_overlay=checkpoint.pretrained_cfg, device=torch.device('meta'))
         if model.patch_embed.num_patches > MAX_TOKENS:
@@ -151,6 +156,7 @@ def build_model(
     except Exception as e:  # timm's layers raise many kinds
         raise CheckpointError(
             f'{source} does not fit {name} with {reprlib.repr(args)}: {one_line(e, 300)}') from e
+    checked_tensors(model.state_dict(), str(source))
     for module in model.modules():
         if hasattr(module, 'init_non_persistent_buffers'):
             module.init_non_persistent_buffers()
@@ -198,32 +204,27 @@ def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
     Raises:
         CheckpointError: If one has another type or is out of bounds.
     """
-    def is_int(value: Any, most: float, least: int = 0) -> bool:
-        return type(value) is int and least <= value <= most
-
     def is_good(name: str, value: Any) -> bool:
-        if name in SIZES:
-            sides = value if isinstance(value, (tuple, list)) else [value]
-            return len(sides) in (1, 2) and all(is_int(side, SIZES[name], name != 'padding') for side in sides)
-        if name in INTEGERS:  # a list has one number for each block
-            values = value if isinstance(value, (tuple, list)) and name == 'num_heads' else [value]
-            return len(values) <= INTEGERS['depth'] and all(is_int(each, INTEGERS[name]) for each in values)
-        if name in NUMBERS:
-            return type(value) in (int, float) and abs(value) <= NUMBERS[name]
-        return type(value) is bool if name in FLAGS else isinstance(value, str) and (not value or value.isidentifier())
+        if name not in LIMITS:
+            return isinstance(value, bool if name in FLAGS else str)
+        values = value if isinstance(value, tuple) else (value,)  # one for each side or block
+        kinds = (int, type(LIMITS[name]))
+        return len(values) <= LIMITS['depth'] and all(type(x) in kinds and 0 <= x <= LIMITS[name] for x in values)
 
-    known = {name: args[name] for name in (*SIZES, *INTEGERS, *NUMBERS, *FLAGS, *WORDS) if args.get(name) is not None}
+    known = {name: tuple(args[name]) if isinstance(args[name], list) else args[name]
+             for name in MODEL_ARGS if args.get(name) is not None}
     for name, value in known.items():
         if not is_good(name, value):
             raise CheckpointError(f'{source}: {name}={reprlib.repr(value)} is not what a model can have.')
-    return {name: tuple(value) if isinstance(value, list) and name in SIZES else value for name, value in known.items()}
+    return known
 
 
 def _checked_config(config: Mapping[str, Any], source: str) -> Tuple[Optional[str], Dict[str, Any], Dict[str, Any]]:
     """Return architecture, model arguments, and preprocessing with label names, of a config.json like timm's."""
     architecture, model_args = config.get('architecture'), config.get('model_args') or {}
     told = config.get('pretrained_cfg') or {}
-    if not isinstance(architecture or '', str) or not isinstance(model_args, dict) or not isinstance(told, dict):
+    is_name = architecture is None or isinstance(architecture, str)
+    if not is_name or not isinstance(model_args, dict) or not isinstance(told, dict):
         raise CheckpointError(f'{source} has a malformed model configuration.')
     told = {**told, **{key: config[key] for key in ('label_names', 'label_descriptions') if key in config}}
     input_size = told.get('input_size')
@@ -242,29 +243,32 @@ def _train_config(content: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the arguments of timm's `train.py`, which a checkpoint holds, in the form of config.json."""
     args = content['args']
     args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
-    model_args = dict(args.get('model_kwargs') or {})
+    model_args = args.get('model_kwargs')
+    model_args = dict(model_args) if isinstance(model_args, dict) else {}
     for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
         if args.get(name) is not None:
             model_args.setdefault(key, args[name])
-    pretrained_cfg = {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key)}
     return {
-        'architecture': content.get('arch') or args.get('model'), 'model_args': model_args,
-        'pretrained_cfg': pretrained_cfg}
+        'architecture': content.get('arch', args.get('model')), 'model_args': model_args,
+        'pretrained_cfg': {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key) is not None}}
 
 
-def checked_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
+def named_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
     """Return tensors by their names without the prefixes of DistributedDataParallel and torch.compile."""
-    is_state_dict = isinstance(state_dict, Mapping) and all(
-        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state_dict.items())
-    if not is_state_dict or not state_dict:
+    if not isinstance(state_dict, Mapping) or not state_dict or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state_dict.items()):
         raise CheckpointError(f'{source} holds no state dict: save model.state_dict().')
-    state_dict = clean_state_dict(clean_state_dict(state_dict))  # twice, as older timm strips one order of them only
+    return clean_state_dict(clean_state_dict(state_dict))  # twice, as older timm strips one order of them only
+
+
+def checked_tensors(state_dict: Dict[str, torch.Tensor], source: str) -> Dict[str, torch.Tensor]:
+    """Return tensors of finite numbers, each with storage of its own; refuse others."""
     for name, tensor in state_dict.items():
-        if not tensor.is_floating_point():
-            raise CheckpointError(f'{source}: {reprlib.repr(name)} is of {tensor.dtype}, not floating point.')
+        is_plain = tensor.dtype in DTYPES and tensor.layout is torch.strided and not tensor.is_meta
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():  # more values than the file has
+            raise CheckpointError(f'{source}: {name} is not a plain tensor of floating point numbers.')
         if not tensor.isfinite().all():
-            raise CheckpointError(
-                f'{source}: {reprlib.repr(name)} holds NaN or Inf. The training diverged: take an earlier checkpoint.')
+            raise CheckpointError(f'{source}: {name} holds NaN or Inf, as the training diverged: take an earlier one.')
     return state_dict
 
 
@@ -273,8 +277,7 @@ def read_json(path: Path) -> Dict[str, Any]:
         content = json.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(
-            f"{path} cannot be read ({one_line(e)}): give a folder in timm's local-dir: layout, with config.json, or a "
-            'file such as model_best.pth.tar.') from e
+            f'{path} cannot be read: {one_line(e)} Give a checkpoint file, or a folder with config.json.') from e
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} is not a model configuration.')
     return content
@@ -293,11 +296,8 @@ def download(source: str) -> Path:
     repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
     try:
         return Path(snapshot_download(
-            repo_id,
-            revision=revision or None,
-            allow_patterns=['config.json', *WEIGHT_NAMES],
-            library_name='timm_cmhsa',
-        ))
+            repo_id, revision=revision or None, allow_patterns=['config.json', *WEIGHT_NAMES],
+            library_name='timm_cmhsa'))
     except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
         raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e
 
