@@ -78,11 +78,11 @@ def check_destination(dst: PathLike, force: bool) -> Path:
     """
     dst = Path(os.path.realpath(dst))
     is_file = dst.suffix == '.safetensors' or dst.suffix in PICKLE_SUFFIXES
-    if not dst.parent.is_dir():
+    if not os.path.isdir(dst.parent):
         raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
-    if not dst.exists() or (dst.is_dir() and not is_file and not any(dst.iterdir())):
+    if not os.path.lexists(dst) or (dst.is_dir() and not is_file and not any(dst.iterdir())):
         return dst
-    if dst.is_dir() == is_file or (dst.is_dir() and not _holds_our_model(dst)):
+    if not (dst.is_file() if is_file else _holds_our_model(dst)):
         raise CheckpointError(f'{dst} is there already, and not a model of timm_cmhsa: choose another destination.')
     if not force:
         raise CheckpointError(
@@ -102,27 +102,30 @@ def _holds_our_model(folder: Path) -> bool:
 def replacing(dst: Path, force: bool) -> Iterator[Path]:
     """Give a temporary path beside a destination. What is written there takes its place when the block ends.
 
-    Without `force`, what appeared at the destination meanwhile stays, and an error is raised.
+    What appeared at the destination meanwhile stays, and an error is raised.
     """
     token = secrets.token_hex(4)
-    new, old = (dst.with_name(f'.{dst.stem}-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
+    new, old = (dst.with_name(f'.timm_cmhsa-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
     try:
         yield new
+        check_destination(dst, force)
         if force and dst.is_dir():
-            dst.rename(old)
             try:
+                dst.rename(old)
                 new.rename(dst)
             except BaseException:
-                old.rename(dst)
+                if not os.path.lexists(dst):
+                    old.rename(dst)
                 raise
+            shutil.rmtree(old)
         elif new.is_dir():
             new.rename(dst)  # The system refuses to replace anything but an empty folder.
         elif force:
             new.replace(dst)
         else:
             os.link(new, dst)  # refused if anything is there
-    except (OSError, safetensors.SafetensorError) as e:
-        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}') from e
+    except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
+        kept = f' The old model is at {old}.' if old.is_dir() else ''
+        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
     finally:
-        for path in (new, old):
-            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
