@@ -1,6 +1,11 @@
 """Models, images and comparisons that several test files share."""
+import multiprocessing
+import os
+import resource
 import subprocess
 import sys
+import traceback
+from pathlib import Path
 
 import timm
 import torch
@@ -41,3 +46,32 @@ def assert_converts(model, images=None, tolerance=1e-5, **options):
 def run_python(*args, **kwargs):
     """Run `python ARGS` in a process of its own, and return what it printed and its exit code."""
     return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, **kwargs)
+
+
+def run_forked(function, hook=None, memory=None):
+    """Run a function in a process of its own, and return its exit code: 1 if it raises, negative if a signal ends it.
+
+    Args:
+        function: Called without arguments; its result is the exit code, None is 0.
+        hook: Audit hook of that process.
+        memory: Bytes that it may reserve beyond those that it starts with.
+    """
+    def child():
+        if memory is not None:
+            used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + memory,) * 2)
+        if hook is not None:
+            sys.addaudithook(hook)
+        try:
+            code = function() or 0
+        except BaseException:
+            traceback.print_exc()
+            code = 1
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+    process = multiprocessing.get_context('fork').Process(target=child)
+    process.start()
+    process.join()
+    return process.exitcode

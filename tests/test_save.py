@@ -1,0 +1,255 @@
+"""A model in a file or folder: whole or not at all, and nothing is replaced unasked."""
+import itertools
+import json
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from helpers import images_for, max_error, phase1, run_forked
+from torch import nn
+
+from timm_cmhsa import CheckpointError, CmhsaAttn, convert_model, load_model
+from timm_cmhsa.save import save_model
+
+every_form = pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+with_and_without_force = pytest.mark.parametrize('force', [False, True])
+
+
+def write(dst, value, force=True):
+    """Save a tiny model that answers one number."""
+    model = timm.create_model('test_cmhsa_attn', img_size=8, depth=1, num_classes=1)
+    nn.init.zeros_(model.head.weight)
+    nn.init.constant_(model.head.bias, value)
+    save_model(model, dst, force)
+
+
+def answer(dst):
+    model = load_model(dst, img_size=8)
+    return model(images_for(model, 1)).item()
+
+
+def content(path):
+    """Return what a file or folder holds."""
+    return {file.name: content(file) for file in path.iterdir()} if path.is_dir() else path.read_bytes()
+
+
+def before_call(event, number, action):
+    """Return an audit hook that acts right before one of the system calls of a kind."""
+    count = itertools.count()
+    return lambda name, args: action() if name == event and next(count) == number else None
+
+
+def last_call(name, force):
+    """Return the call by which what was written takes its place."""
+    return 'os.rename' if force or '.' not in name else 'os.link'
+
+
+def interrupt():
+    raise KeyboardInterrupt
+
+
+# What is written
+
+
+MODELS = [
+    dict(), dict(in_chans=5, hidden_chans=5), dict(img_size=(8, 16), patch_size=(2, 4)), dict(kernel_size=11),
+    dict(norm_layer='rmsnorm', act_layer='silu', init_values=0.1, fc_norm=True, global_pool='max', mlp_ratio=1.5),
+    dict(num_classes=0, global_pool=''), dict(dtype=torch.bfloat16)]
+
+
+@pytest.mark.parametrize('kwargs', MODELS)
+@pytest.mark.parametrize('options', [None, {}, {'peak': 0.75}])
+def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
+    model = phase1(**{'img_size': 16, 'depth': 2, 'num_classes': 5, **kwargs})
+    model = model if options is None else convert_model(model, **options)
+    untold = ('img_size', 'patch_size', 'in_chans', 'norm_layer', 'act_layer', 'global_pool', 'padding')
+    args = {name: value for name, value in model.model_args().items() if name in untold}
+    save_model(model, tmp_path / 'a.pth')
+    save_model(model, tmp_path / 'a.safetensors')
+    save_model(model, tmp_path / 'folder')
+    images = images_for(model)
+    by_timm = timm.create_model(f'local-dir:{tmp_path}/folder', pretrained=True, dtype=images.dtype).eval()
+    loaded_models = [load_model(tmp_path / name) for name in ('a.safetensors', 'folder')]
+    for loaded in (load_model(tmp_path / 'a.pth', **args), *loaded_models, by_timm):
+        assert type(loaded) is type(model)
+        assert loaded.state_dict().keys() == model.state_dict().keys()
+        assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+        assert max_error(model(images), loaded(images)) <= 1e-6
+
+
+def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
+    """timm's overrides work on the folder, too."""
+    model = convert_model(phase1(depth=2, img_size=16, num_classes=5))
+    model.set_input_size((8, 24))
+    model.reset_classifier(3)
+    save_model(model, tmp_path / 'out', model_config={'label_names': list('abc')}, card='# A model')
+    assert (tmp_path / 'out' / 'README.md').read_text() == '# A model'
+    loaded = load_model(tmp_path / 'out')
+    assert (loaded.patch_embed.img_size, loaded.num_classes) == ((8, 24), 3)
+    assert loaded.pretrained_cfg['label_names'] == list('abc')
+    name = f'local-dir:{tmp_path}/out'
+    assert timm.create_model(name, pretrained=True, num_classes=7)(torch.randn(1, 3, 8, 24)).shape == (1, 7)
+    assert timm.create_model(name, pretrained=True, in_chans=1)(torch.randn(1, 1, 8, 24)).shape == (1, 3)
+    larger = timm.create_model(name, pretrained=True, img_size=(16, 32)).eval()
+    model.set_input_size((16, 32))
+    assert max_error(model(images_for(model)), larger(images_for(model))) <= 1e-6
+
+
+def test_models_that_cannot_be_described_are_refused(tmp_path):
+    model = CmhsaAttn(img_size=8, patch_size=4, depth=1, norm_layer=nn.LayerNorm)
+    with pytest.raises(CheckpointError, match=r'norm_layer=.*LayerNorm.* does not go into config\.json'):
+        save_model(model, tmp_path / 'out')
+    assert not list(tmp_path.iterdir())
+
+
+# What is there stays
+
+
+@every_form
+def test_nothing_is_replaced_without_force(name, tmp_path):
+    dst = tmp_path / name
+    write(dst, 1, force=False)
+    with pytest.raises(CheckpointError, match='is there already: choose another destination, or replace it'):
+        write(dst, 2, force=False)
+    assert answer(dst) == 1
+    write(dst, 2)
+    assert answer(dst) == 2
+    assert os.listdir(tmp_path) == [name]
+
+
+def test_force_replaces_nothing_but_files_and_our_models(tmp_path):
+    for name in ('thesis', 'other', 'unknown', 'list', 'folder.pth'):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / 'README.md').write_text('years of work')
+    for name, config in (('other', {'architecture': 'resnet18'}), ('unknown', {'architecture': 'x'}), ('list', [])):
+        (tmp_path / name / 'config.json').write_text(json.dumps(config))
+    (tmp_path / 'file').write_text('years of work')
+    os.mkfifo(tmp_path / 'pipe.pth')
+    (tmp_path / 'circle.pth').symlink_to('circle.pth')
+    before = sorted(tmp_path.rglob('*'))
+    for name in os.listdir(tmp_path):
+        with pytest.raises(CheckpointError, match='is there already, and not a model of timm_cmhsa'):
+            write(tmp_path / name, 1)
+    assert sorted(tmp_path.rglob('*')) == before
+
+
+def test_links_stay_and_what_they_lead_to_is_written(tmp_path):
+    for name in ('out.pth', 'out'):
+        (tmp_path / f'link_{name}').symlink_to(tmp_path / name)
+        for value in (1, 2):
+            write(tmp_path / f'link_{name}', value)
+            assert answer(tmp_path / name) == value
+        assert (tmp_path / f'link_{name}').is_symlink()
+        with pytest.raises(CheckpointError, match=f'{name} is there already'):
+            write(tmp_path / f'link_{name}', 3, force=False)
+
+
+@pytest.mark.parametrize('dst', ['nowhere/out', '/proc/out.pth', '/proc/out', 'x' * 300, 'x' * 300 + '.pth', 'x.pth/o'])
+def test_destinations_that_cannot_be_written(dst, tmp_path):
+    (tmp_path / 'x.pth').touch()
+    with pytest.raises(CheckpointError, match=r'cannot be written|is not a folder') as error:
+        write(tmp_path / dst, 1)
+    assert '\n' not in str(error.value)
+    assert os.listdir(tmp_path) == ['x.pth']
+
+
+def test_the_longest_name_can_be_written(tmp_path):
+    write(tmp_path / ('x' * 251 + '.pth'), 1)
+    assert answer(tmp_path / ('x' * 251 + '.pth')) == 1
+
+
+# Failures in the middle
+
+
+@every_form
+@with_and_without_force
+def test_a_full_disk_leaves_what_was_there(name, force, tmp_path):
+    """A limit on the size of files makes writing fail half-way."""
+    if force:
+        write(tmp_path / name, 1)
+    before = content(tmp_path)
+
+    def write_too_much():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+        with pytest.raises(CheckpointError, match=f'{name} cannot be written'):
+            write(tmp_path / name, 2, force)
+
+    assert run_forked(write_too_much) == 0
+    assert content(tmp_path) == before
+
+
+@every_form
+@with_and_without_force
+def test_a_kill_leaves_what_was_there(name, force, tmp_path):
+    if force:
+        write(tmp_path / name, 1)
+    hook = before_call(last_call(name, force), 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    assert run_forked(lambda: write(tmp_path / name, 2, force), hook) == -signal.SIGKILL
+    assert not force or answer(tmp_path / name) == 1
+    assert all(path == name or path.startswith('.') for path in os.listdir(tmp_path))
+    write(tmp_path / name, 3, force)
+    assert answer(tmp_path / name) == 3
+
+
+@pytest.mark.parametrize(('name', 'force', 'number'), [
+    ('out.pth', False, 0), ('out.pth', True, 0), ('out', False, 0), ('out', True, 0), ('out', True, 1)])
+def test_an_interrupt_leaves_what_was_there_and_nothing_else(name, force, number, tmp_path):
+    """Number 1 is between the two steps of replacing a folder."""
+    if force:
+        write(tmp_path / name, 1)
+    before = content(tmp_path)
+
+    def interrupted():
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / name, 2, force)
+
+    assert run_forked(interrupted, before_call(last_call(name, force), number, interrupt)) == 0
+    assert content(tmp_path) == before
+
+
+@pytest.mark.parametrize(('name', 'force', 'appears', 'number'), [
+    ('out.pth', False, 'out.pth', 0), ('out', False, 'out', 0), ('out', False, 'out/thesis.tex', 0),
+    ('empty', False, 'empty/thesis.tex', 0), ('mine', True, 'mine', 1), ('mine', True, 'mine/thesis.tex', 1)])
+def test_what_appears_meanwhile_stays(name, force, appears, number, tmp_path):
+    (tmp_path / 'empty').mkdir()
+    write(tmp_path / 'mine', 1)
+
+    def appear():
+        (tmp_path / appears).parent.mkdir(exist_ok=True)
+        (tmp_path / appears).write_text('years of work')
+
+    def refused():
+        with pytest.raises(CheckpointError, match=f'{name} cannot be written'):
+            write(tmp_path / name, 2, force)
+
+    assert run_forked(refused, before_call(last_call(name, force), number, appear)) == 0
+    assert (tmp_path / appears).read_text() == 'years of work'
+    left = {path for path in os.listdir(tmp_path) if path not in ('mine', 'empty', name)}
+    models = [tmp_path / path for path in left] if force else [tmp_path / 'mine']
+    assert [answer(path) for path in models] == [1], 'the old model is kept beside'
+    assert not left or force
+
+
+def test_a_folder_that_is_no_model_any_more_is_not_replaced(tmp_path):
+    """It was one when writing began."""
+    write(tmp_path / 'out', 1)
+
+    def refused():
+        with pytest.raises(CheckpointError, match='is there already, and not a model'):
+            write(tmp_path / 'out', 2)
+
+    written = []
+
+    def hook(event, args):
+        if event == 'open' and str(args[0]).endswith('config.json') and 'w' in str(args[1]) and not written:
+            written.append(args[0])
+            (tmp_path / 'out' / 'config.json').write_text('{"architecture": "resnet18"}')
+
+    assert run_forked(refused, hook) == 0
+    assert Path(tmp_path, 'out', 'model.safetensors').exists()
+    assert os.listdir(tmp_path) == ['out']
