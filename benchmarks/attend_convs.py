@@ -1,6 +1,7 @@
-"""What a CNN costs when its convolutions become attention: python benchmarks/attend_convs.py [--model resnet18]
+"""Measure a CNN whose convolutions became attention: python benchmarks/attend_convs.py [--model resnet18]
 
-Time to make it, time for one image, the difference of the logits, peak memory, and every layer's cost.
+Prints the cost of every layer, the time to make the model and to run it on one image, as attention and with hard heads
+as shifts, the difference of the logits and the peak memory.
 """
 import argparse
 import resource
@@ -10,13 +11,14 @@ import timm
 import torch
 from torch import nn
 
-from timm_cmhsa import attend_convs, attention_summary
+from timm_cmhsa import attend_convs
+from timm_cmhsa.cnn import attention_summary
 
 
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('--model', default='resnet18', help='of timm, with random weights (default: %(default)s)')
+    parser.add_argument('--model', default='resnet18', help='timm model with random weights (default: %(default)s)')
     parser.add_argument('--img-size', type=int, default=224, help='pixels of a side (default: %(default)s)')
     parser.add_argument('--names', nargs='+', default=['*'], help='which convolutions (default: all)')
     args = parser.parse_args()
@@ -31,10 +33,15 @@ def main() -> None:
     attend_convs(model, args.names, image.shape[1:])
     made = time.perf_counter()
     error = (model(image) - logits).abs().max() / logits.abs().max()
+    attended = time.perf_counter()
     print(attention_summary(model))
+    shifts = timm.utils.reparameterize_model(model)
+    shifts(image)
+    fused = time.perf_counter()
+    shifts(image)
     print(f'parameters {params:.1f} M -> {num_params(model):.1f} M; made in {made - start:.1f} s, one image in '
-          f'{time.perf_counter() - made:.1f} s; logits differ by {error:.1e}; peak memory '
-          f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB')
+          f'{attended - made:.1f} s, as shifts in {time.perf_counter() - fused:.1f} s; logits differ by {error:.1e}; '
+          f'peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB')
 
 
 def num_params(model: nn.Module) -> float:

@@ -24,7 +24,8 @@ from common.training import BATCH_SIZE, Stage, create, evaluate, num_params, tra
 from timm.models import load_checkpoint
 from torch import nn
 
-from timm_cmhsa import attend_convs, attention_summary
+from timm_cmhsa import attend_convs
+from timm_cmhsa.cnn import attention_summary
 from timm_cmhsa.plots import plot_attention
 
 INPUT_SIZE = (1, CANVAS, CANVAS)
