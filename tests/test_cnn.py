@@ -183,10 +183,10 @@ def test_summary_lists_layers_and_their_cost(caplog):
 @pytest.mark.parametrize('side', [2, 8])
 def test_multiply_accumulates_are_those_of_the_layer(side):
     """The summary agrees with what PyTorch counts, up to the zero key."""
-    model = attend_convs(nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)), '*', (32, side, side), peak=0.75)
+    model = attend_convs(nn.Sequential(nn.Conv2d(128, 32, 3, padding=1)), '*', (128, side, side), peak=0.75)
     macs = float(attention_summary(model).split()[-1])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(torch.randn(1, 32, side, side))
+        model(torch.randn(1, 128, side, side))
     assert macs == pytest.approx(counter.get_total_flops() / 2e6, rel=0.1)
 
 

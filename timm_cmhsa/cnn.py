@@ -277,7 +277,10 @@ def _run(
         input_size: Tuple[int, ...],
         convs: Iterable[nn.Module],
 ) -> Tuple[Any, Dict[nn.Module, Shapes]]:
-    """Run the model on a fixed random input, and return its output and the shapes that convolutions see."""
+    """Run the model on a random input, and return its output and the shapes that convolutions see.
+
+    The state of the random numbers stays as it is, so the next run gets the same input.
+    """
     shapes: Dict[nn.Module, Shapes] = {conv: set() for conv in convs}
 
     def see(conv: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: torch.Tensor) -> None:
@@ -288,7 +291,6 @@ def _run(
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
         stack.enter_context(torch.random.fork_rng([like.device] if like.is_cuda else []))
-        torch.manual_seed(0)
         for conv in shapes:
             stack.enter_context(conv.register_forward_hook(see, with_kwargs=True))
         try:
