@@ -1,0 +1,241 @@
+"""A phase-1 checkpoint in, a verified phase-2 checkpoint out, by the function and by the command."""
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from helpers import images_for, max_error, phase1, run_forked
+from PIL import Image
+
+from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict, load_model
+from timm_cmhsa.cli import convert_main as main
+from timm_cmhsa.save import save_model
+
+SMALL = dict(img_size=16, depth=2, num_classes=5)
+
+
+def assert_same(expected, folder, tolerance=1e-5):
+    """Check that timm loads from a folder what computes the same as a model, and return it."""
+    actual, images = timm.create_model(f'local-dir:{folder}', pretrained=True).eval(), images_for(expected)
+    with torch.no_grad():
+        assert max_error(expected(images), actual(images)) <= tolerance
+    return actual
+
+
+def run(*args):
+    """Run the command and return its exit code."""
+    return main([str(arg) for arg in args])
+
+
+@pytest.fixture(scope='module')
+def model():
+    return phase1(**SMALL)
+
+
+@pytest.fixture
+def src(model, tmp_path):
+    path = tmp_path / 'phase1.safetensors'
+    save_model(model, path)
+    return path
+
+
+@pytest.mark.parametrize('kwargs', [
+    dict(), dict(img_size=(8, 24), patch_size=(2, 4)), dict(in_chans=5, hidden_chans=5), dict(kernel_size=11),
+    dict(norm_layer='rmsnorm', act_layer='silu', global_pool='max', fc_norm=True), dict(global_pool='', num_classes=0),
+    dict(global_pool='', in_chans=5, hidden_chans=6), dict(dtype=torch.bfloat16)])
+@pytest.mark.parametrize('options', [{}, {'peak': 0.6}, {'num_heads': 50, 'head_dim': 20, 'qk_dim': 4}])
+def test_any_checkpoint_is_converted(kwargs, options, tmp_path):
+    model = phase1(**{**SMALL, **kwargs})
+    save_model(model, tmp_path / 'phase1')
+    report = convert_checkpoint(tmp_path / 'phase1', tmp_path / 'phase2', **options)
+    assert report.max_error <= 1e-5
+    converted = assert_same(model.float(), tmp_path / 'phase2')
+    attn = converted.blocks[0].attn
+    assert report.options[:3] == (attn.num_heads, attn.head_dim, attn.qk_dim)
+    assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {
+        (int(attn.used_heads().sum()), attn.num_heads)}
+    assert converted.pretrained_cfg['architecture'] == report.architecture
+    # the file has the same tensors, and makes the same model
+    convert_checkpoint(f'local-dir:{tmp_path}/phase1', tmp_path / 'phase2.safetensors', **options)
+    loaded = load_model(tmp_path / 'phase2.safetensors')
+    assert loaded.model_args() == converted.model_args()
+    for name, tensor in loaded.state_dict().items():
+        assert torch.equal(tensor, converted.state_dict()[name]), name
+
+
+def test_what_the_checkpoint_lacks_can_be_given(tmp_path):
+    args = dict(SMALL, patch_size=(2, 8), in_chans=2, global_pool='', act_layer='relu')
+    model = phase1(**args)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    args = {name: args[name] for name in ('patch_size', 'in_chans', 'img_size', 'global_pool', 'act_layer')}
+    convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out', **args)
+    assert_same(model, tmp_path / 'out')
+    assert run(tmp_path / 'a.pth', tmp_path / 'by_command', '--img-size', '16x16', '--patch-size', '2x8', '--in-chans',
+               '2', '--model-kwargs', 'act_layer=relu', "global_pool=''") == 0
+    assert_same(model, tmp_path / 'by_command')
+
+
+def test_averaged_weights_are_taken_and_the_report_says_so(model, tmp_path, capsys):
+    averaged = phase1(**SMALL, seed=1)
+    content = {'state_dict': model.state_dict(), 'state_dict_ema': averaged.state_dict(), 'args': {'img_size': 16}}
+    torch.save(content, tmp_path / 'last.pth.tar')
+    assert run(tmp_path / 'last.pth.tar', tmp_path / 'averaged') == 0
+    assert 'averaged (EMA) weights' in capsys.readouterr().out
+    assert_same(averaged, tmp_path / 'averaged')
+    assert run(tmp_path / 'last.pth.tar', tmp_path / 'raw', '--no-ema') == 0
+    assert 'EMA' not in capsys.readouterr().out
+    assert_same(model, tmp_path / 'raw')
+
+
+def test_an_assumed_image_size_is_in_the_report(model, tmp_path):
+    torch.save(phase1(depth=1, hidden_chans=12).state_dict(), tmp_path / 'a.pth')
+    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
+    assert report.model_args['img_size'] == (32, 32)
+    assert 'assumed the image size of cmhsa_conv_k3_patch4_32, 32 x 32 pixels' in str(report)
+    assert 'assumed' not in str(convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', img_size=16))
+
+
+def test_approximate(model, src, tmp_path, capsys):
+    few = dict(num_heads=6, head_dim=12)
+    with pytest.raises(ValueError, match='it takes 12 heads of 12 or 9 heads of 48, or approximate=True'):
+        convert_checkpoint(src, tmp_path / 'out', **few)
+    with pytest.raises(VerificationError, match='above the tolerance'):
+        convert_checkpoint(src, tmp_path / 'out', **few, approximate=True, tolerance=1e-3)
+    assert os.listdir(tmp_path) == [src.name]
+    report = convert_checkpoint(src, tmp_path / 'out', **few, approximate=True)
+    assert report.options.approximate
+    assert report.details['Conversion']['Rewrite'] == 'least squares'
+    assert report.max_error > 1e-2
+    assert_same(model, tmp_path / 'out', report.max_error * 10)
+    assert not convert_checkpoint(src, tmp_path / 'exact', approximate=True).options.approximate
+
+
+def test_real_images(src, tmp_path):
+    (tmp_path / 'images').mkdir()
+    for i in range(3):
+        pixels = np.random.RandomState(i).randint(256, size=(36, 40, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(tmp_path / 'images' / f'{i}.png')
+    report = convert_checkpoint(src, tmp_path / 'out', images=tmp_path / 'images')
+    assert report.num_images[1] == 3
+    assert report.top1_agreement == 1
+    assert 'and 3 real images' in str(report)
+
+
+def test_what_is_not_phase_1_is_refused(model, src, tmp_path):
+    convert_checkpoint(src, tmp_path / 'phase2')
+    with pytest.raises(CheckpointError, match='phase2 holds a CmhsaAttn, not a phase-1 model'):
+        convert_checkpoint(tmp_path / 'phase2', tmp_path / 'out')
+    for tensors in (load_model(tmp_path / 'phase2').state_dict(), timm.create_model('test_vit').state_dict(), {}, None):
+        with pytest.raises(CheckpointError, match=r'phase-1|holds no state dict'):
+            convert_state_dict(tensors, img_size=16)
+
+
+@pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
+def test_the_destination_is_whole_or_as_it_was(name, src, tmp_path):
+    dst = tmp_path / name
+    convert_checkpoint(src, dst)
+    with pytest.raises(CheckpointError, match='is there already'):
+        convert_checkpoint(src, dst, num_heads=10)
+    with pytest.raises(VerificationError):
+        convert_checkpoint(src, dst, sharpness=6, force=True)
+    assert load_model(dst, img_size=16).blocks[0].attn.num_heads == 9
+    convert_checkpoint(src, dst, num_heads=10, force=True)
+    assert load_model(dst, img_size=16).blocks[0].attn.num_heads == 10
+    assert set(os.listdir(tmp_path)) == {src.name, name}
+
+
+def test_the_source_is_never_replaced(model, tmp_path):
+    folder = tmp_path / 'phase1'
+    save_model(model, folder)
+    (tmp_path / 'link').symlink_to(folder)
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    weights = folder / 'model.safetensors'
+    for source, dst in ((folder, folder), (folder, tmp_path / 'link'), (weights, weights), (weights, folder),
+                        (folder, weights), (tmp_path / 'link', weights)):
+        with pytest.raises(CheckpointError, match='is the source, or one holds the other'):
+            convert_checkpoint(source, dst, force=True)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+# The command
+
+
+def test_the_installed_command(model, src, tmp_path):
+    command = Path(sys.executable).with_name('convert_checkpoint')
+    args = [command, src, tmp_path / 'out', '--model', 'cmhsa_attn_soft']
+    result = subprocess.run(args, capture_output=True, text=True)
+    assert (result.returncode, result.stderr) == (0, '')
+    for text in ('blocks.1.attn', '10 of 10', 'soft, peak 0.75', f'--model local-dir:{tmp_path}/out --pretrained'):
+        assert text in result.stdout
+    assert_same(model, tmp_path / 'out')
+
+
+def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path, capsys):
+    assert run(src, tmp_path / 'out', '--sharpness', '6') == 1
+    out, err = capsys.readouterr()
+    assert not out
+    assert 'convert_checkpoint: error: the error of ' in err.splitlines()[-1]
+    assert 'nothing was written' in err
+    assert os.listdir(tmp_path) == [src.name]
+    assert run(src, tmp_path / 'out', '--sharpness', '6', '--tolerance', '1') == 0
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    ('--img-size 30', 'was trained with img_size=(16, 16), but img_size=(30, 30)'), ('--in-chans 5', 'in_chans'),
+    ('--num-heads 8', 'it takes 9 heads of 48'), ('--num-heads 0', 'num_heads=0 must be a positive whole number'),
+    (f'--num-heads {"9" * 23}', 'and 10000 at most'), ('--model resnet18', 'resnet18 is not a phase-2 model'),
+    ('--images nowhere', 'nowhere'), ('--sharpness nan', 'sharpness=nan must be positive'),
+    ('--tolerance nan', 'tolerance=nan must be 0 or more'), ('--peak 1.5', 'peak=1.5 must be a number between 0 and 1'),
+    ('--model-kwargs pretrained=True', 'pretrained: not an argument'), ('--model-kwargs act_layer=eval', 'eval'),
+    ('--peak a', 'argument --peak: invalid float value'), ('--pek 0.5', 'unrecognized arguments: --pek 0.5'),
+    ('--img-size a', "'a' is neither N nor HxW"), ('--in-chans 0', "'0' is not a positive number"),
+    ('--model-kwargs global_pool', 'expected NAME=VALUE'), ('--license mit', 'are for --push-to-hub'),
+])
+def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
+    try:
+        code = run(src, tmp_path / 'out', *options.split())
+    except SystemExit as e:  # of argparse
+        code = e.code
+    out, err = capsys.readouterr()
+    assert (code, out, err.count('\n')) == (2, '', 1)
+    assert message in err
+    assert err.startswith('convert_checkpoint: error: ')
+    assert os.listdir(tmp_path) == [src.name]
+
+
+def test_advice_for_too_many_channels_can_be_followed(tmp_path, capsys):
+    torch.save(phase1(**SMALL, in_chans=2).state_dict(), tmp_path / 'a.pth')
+    args = tmp_path / 'a.pth', tmp_path / 'out', '--img-size', '16', '--in-chans'
+    assert run(*args, '5') == 2
+    assert 'carry 3 channels' in capsys.readouterr().err
+    assert run(*args, '3') == 0
+
+
+@pytest.mark.parametrize('name', ['missing.pth', 'num_heads=9,model=x/last.pth', 'a\n\x1b[2J', 'x' * 300, 'x/' * 2000])
+@pytest.mark.parametrize('force', [[], ['--force']])
+def test_sources_that_are_not_there_are_named_in_one_line(name, force, src, tmp_path, capsys):
+    convert_checkpoint(src, tmp_path / 'out')
+    assert run(tmp_path / name, tmp_path / ('out' if force else 'new'), *force) == 2
+    err = capsys.readouterr().err
+    assert err.count('\n') == 1
+    assert err.strip().isprintable()
+    if name.isprintable() and len(name) < 500:
+        assert f'{tmp_path / name} does not exist' in err
+
+
+def test_a_terminated_command_leaves_what_was_there(src, tmp_path):
+    convert_checkpoint(src, tmp_path / 'out')
+
+    def hook(event, args):
+        if event == 'os.rename' and 'old' in str(args[0]) + str(args[1]):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    code = run_forked(lambda: run(src, tmp_path / 'out', '--force', '--num-heads', '10'), hook)
+    assert code not in (0, -signal.SIGTERM)
+    assert load_model(tmp_path / 'out').blocks[0].attn.num_heads == 9
+    assert set(os.listdir(tmp_path)) == {src.name, 'out'}
