@@ -44,7 +44,12 @@ def main() -> None:
     conv_model, phase1_history = train(phase1, create(phase1, args.seed), train_data, test_data, *run)
     converted = args.output / 'converted'
     report = convert_checkpoint(
-        args.output / phase1.name / 'last.pth.tar', converted, architecture='cmhsa_attn', num_heads=NUM_HEADS, force=True)
+        args.output / phase1.name / 'last.pth.tar',
+        converted,
+        architecture='cmhsa_attn',
+        num_heads=NUM_HEADS,
+        force=True,
+    )
     print(report)
     converted_model = timm.create_model(f'local-dir:{converted}', pretrained=True).to(device)
     before, after = evaluate(conv_model, test_data, device), evaluate(converted_model, test_data, device)

@@ -163,14 +163,14 @@ def main() -> None:
     args.output.mkdir(parents=True, exist_ok=True)
     rows = [row for row in make_rows(args.epochs1, args.epochs2)
             if any(fnmatch.fnmatch(row.title, each) for each in args.rows)]
-    options = args.output, dict(path=args.results, workers=args.workers)
+    where: Dict[str, Any] = dict(output=args.output, path=args.results, workers=args.workers)
     rates: Dict[str, float] = {}
     for tuned in [row.after for row in rows if row.after], rows:
         candidates = {row.title: {lr: [plan(row, 0, {**rates, row.title: lr}, args)] for lr in args.learning_rates}
                       for row in tuned if row.title not in rates}
-        rates.update(best_rates(candidates, options[0], **options[1]))
+        rates.update(best_rates(candidates, **where))
     runs = {row.title: [plan(row, seed, rates, args) for seed in range(args.seeds)] for row in rows}
-    run_all(runs, options[0], 'runs', **options[1])
+    run_all(runs, title='runs', **where)
     results = read_results(args.results)
     write_whole(args.output / 'natural_images.md', report(results, args))
     draw_curves(results, args)

@@ -30,7 +30,6 @@ class Row(NamedTuple):
 
 
 CONV3, CONV5, ATTN = ('cmhsa_conv_k3', SHAPE), ('cmhsa_conv_k5', SHAPE), ('cmhsa_attn', SHAPE)
-ATTENTION_ALONE = Row('CMHSA (2nd phase)', ('cmhsa_attn',), (ATTN,))
 CMHSA3 = Row('CMHSA-3', ('cmhsa_conv_k3', 'cmhsa_attn'), (CONV3, ATTN))
 CMHSA5 = Row('CMHSA-5', ('cmhsa_conv_k5', 'cmhsa_attn'), (CONV5, ATTN))
 ROWS = (
@@ -39,7 +38,7 @@ ROWS = (
     Row('DeiT-base', ('deit_base',), (('deit_base_patch16_224', BASE),)),
     Row('CMHSA-3 (1st phase)', ('cmhsa_conv_k3',), (CONV3,)),
     Row('CMHSA-5 (1st phase)', ('cmhsa_conv_k5',), (CONV5,)),
-    ATTENTION_ALONE,
+    Row('CMHSA (2nd phase)', ('cmhsa_attn',), (ATTN,)),
     CMHSA3,
     CMHSA5,
 )

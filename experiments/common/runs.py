@@ -177,7 +177,7 @@ def start(run: Run, output: Path) -> nn.Module:
     load_checkpoint(model, str(run.after.checkpoint(output)))
     if run.rewrite is not None:
         return run.rewrite(model.eval())
-    heads = {key: run.stage.model_args.get(key) for key in ('num_heads', 'head_dim', 'qk_dim')}
+    heads: Any = {key: run.stage.model_args.get(key) for key in ('num_heads', 'head_dim', 'qk_dim')}
     return timm_cmhsa.convert_model(model.eval(), run.stage.model, **heads)
 
 
