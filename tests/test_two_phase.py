@@ -12,7 +12,7 @@ import timm
 import torch
 import two_phase
 from common.data import DIGIT, Digits, place_digits
-from common.training import Stage, create, evaluate, train
+from common.training import Stage, create, train
 from PIL import Image
 from timm.models import load_checkpoint
 
