@@ -10,10 +10,10 @@ from typing import Any, Dict, Iterator, Optional
 import safetensors
 import safetensors.torch
 import torch
-from timm.models._hub import save_for_hf
+from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
 
-from .load import CheckpointError, PathLike, is_ours, one_line, read_json
+from .load import WEIGHT_NAMES, CheckpointError, PathLike, is_ours, one_line, read_json
 from .models import Cmhsa
 
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
@@ -39,22 +39,31 @@ def save_model(
         CheckpointError: If the destination cannot be written. Nothing was written.
     """
     args = json_args(model)
+    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
     with replacing(check_destination(dst, force), force) as new:
         if new.suffix == '.safetensors':
             metadata = {'format': 'pt', 'architecture': model.pretrained_cfg['architecture']}
-            tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
             safetensors.torch.save_file(tensors, new, {**metadata, 'model_args': json.dumps(args)})
         elif new.suffix in PICKLE_SUFFIXES:
-            torch.save(model.state_dict(), new)
+            torch.save(tensors, new)
         else:
-            # timm 1.0.26 would write the image size and classes of the registered model
-            pretrained_cfg = dict(
-                filter_pretrained_cfg(model.pretrained_cfg, remove_source=True),
-                input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
-            model_config = {'pretrained_cfg': pretrained_cfg, **(model_config or {})}
-            save_for_hf(model, str(new), model_config=model_config, model_args=args, safe_serialization=True)
+            new.mkdir()
+            safetensors.torch.save_file(tensors, new / WEIGHT_NAMES[0], {'format': 'pt'})
+            _write_config(model, new / 'config.json', args, model_config or {})
             if card is not None:
                 (new / 'README.md').write_text(card, encoding='utf-8')
+
+
+def _write_config(model: Cmhsa, path: Path, model_args: Dict[str, Any], model_config: Dict[str, Any]) -> None:
+    # timm 1.0.26 would write the image size and classes of the registered model
+    pretrained_cfg = dict(
+        filter_pretrained_cfg(model.pretrained_cfg, remove_source=True),
+        input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
+    save_config_for_hf(model, str(path), {'pretrained_cfg': pretrained_cfg, **model_config}, model_args)
+    # transformers gives timm the number of classes itself, which timm 1.0.31 has in model_args, too
+    config = read_json(path)
+    config['model_args'].pop('num_classes', None)
+    path.write_text(json.dumps(config, indent=2), encoding='utf-8')
 
 
 def json_args(model: Cmhsa) -> Dict[str, Any]:
