@@ -92,17 +92,19 @@ def test_averaged_weights_are_taken_and_the_report_says_so(model, tmp_path, caps
     assert_same(model, tmp_path / 'raw')
 
 
-def test_an_assumed_image_size_is_in_the_report(model, tmp_path):
+def test_what_was_assumed_is_in_the_report(model, tmp_path):
     torch.save(phase1(depth=1, hidden_chans=12).state_dict(), tmp_path / 'a.pth')
     report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
     assert report.model_args['img_size'] == (32, 32)
     assert 'assumed the image size of cmhsa_conv_k3_patch4_32, 32 x 32 pixels' in str(report)
-    assert 'assumed' not in str(convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', img_size=16))
+    assert 'assumed square patches of 4 x 4 pixels' in str(report)
+    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', img_size=16, patch_size=4)
+    assert 'assumed' not in str(report)
 
 
 def test_approximate(model, src, tmp_path, capsys):
     few = dict(num_heads=6, head_dim=12)
-    with pytest.raises(ValueError, match='it takes 12 heads of 12 or 9 heads of 48, or approximate=True'):
+    with pytest.raises(ValueError, match='use 12 heads of 12 or 9 heads of 48, or approximate=True'):
         convert_checkpoint(src, tmp_path / 'out', **few)
     with pytest.raises(VerificationError, match='above the tolerance'):
         convert_checkpoint(src, tmp_path / 'out', **few, approximate=True, tolerance=1e-3)
@@ -139,7 +141,7 @@ def test_what_is_not_phase_1_is_refused(model, src, tmp_path):
 def test_the_destination_is_whole_or_as_it_was(name, src, tmp_path):
     dst = tmp_path / name
     convert_checkpoint(src, dst)
-    with pytest.raises(CheckpointError, match='is there already'):
+    with pytest.raises(CheckpointError, match='already exists'):
         convert_checkpoint(src, dst, num_heads=10)
     with pytest.raises(VerificationError):
         convert_checkpoint(src, dst, sharpness=6, force=True)
@@ -187,9 +189,9 @@ def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path
 
 @pytest.mark.parametrize(('options', 'message'), [
     ('--img-size 30', 'was trained with img_size=(16, 16), but img_size=(30, 30)'), ('--in-chans 5', 'in_chans'),
-    ('--num-heads 8', 'it takes 9 heads of 48'), ('--num-heads 0', 'num_heads=0 must be a positive whole number'),
-    (f'--num-heads {"9" * 23}', 'and 10000 at most'), ('--model resnet18', 'resnet18 is not a phase-2 model'),
-    ('--images nowhere', 'nowhere'), ('--sharpness nan', 'sharpness=nan must be positive'),
+    ('--num-heads 8', 'use 9 heads of 48'), ('--num-heads 0', 'num_heads=0 must be a whole number from 1 to'),
+    (f'--num-heads {"9" * 23}', 'from 1 to 10000'), ('--model resnet18', 'resnet18 is not a phase-2 model'),
+    ('--images nowhere', 'nowhere'), ('--sharpness nan', 'sharpness=nan must be above 0'),
     ('--tolerance nan', 'tolerance=nan must be 0 or more'), ('--peak 1.5', 'peak=1.5 must be a number between 0 and 1'),
     ('--model-kwargs pretrained=True', 'pretrained: not an argument'), ('--model-kwargs act_layer=eval', 'eval'),
     ('--peak a', 'argument --peak: invalid float value'), ('--pek 0.5', 'unrecognized arguments: --pek 0.5'),

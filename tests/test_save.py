@@ -112,7 +112,7 @@ def test_models_that_cannot_be_described_are_refused(tmp_path):
 def test_nothing_is_replaced_without_force(name, tmp_path):
     dst = tmp_path / name
     write(dst, 1, force=False)
-    with pytest.raises(CheckpointError, match='is there already: choose another destination, or replace it'):
+    with pytest.raises(CheckpointError, match='already exists: choose another destination, or replace it'):
         write(dst, 2, force=False)
     assert answer(dst) == 1
     write(dst, 2)
@@ -131,7 +131,7 @@ def test_force_replaces_nothing_but_files_and_our_models(tmp_path):
     (tmp_path / 'circle.pth').symlink_to('circle.pth')
     before = sorted(tmp_path.rglob('*'))
     for name in os.listdir(tmp_path):
-        with pytest.raises(CheckpointError, match='is there already, and not a model of timm_cmhsa'):
+        with pytest.raises(CheckpointError, match='already exists and is not a model of timm_cmhsa'):
             write(tmp_path / name, 1)
     assert sorted(tmp_path.rglob('*')) == before
 
@@ -143,7 +143,7 @@ def test_links_stay_and_what_they_lead_to_is_written(tmp_path):
             write(tmp_path / f'link_{name}', value)
             assert answer(tmp_path / name) == value
         assert (tmp_path / f'link_{name}').is_symlink()
-        with pytest.raises(CheckpointError, match=f'{name} is there already'):
+        with pytest.raises(CheckpointError, match=f'{name} already exists'):
             write(tmp_path / f'link_{name}', 3, force=False)
 
 
@@ -226,7 +226,7 @@ def test_what_appears_meanwhile_stays(name, force, appears, moment, tmp_path):
         (tmp_path / appears).write_text('{"architecture": "resnet18"}')
 
     def refused():
-        with pytest.raises(CheckpointError, match=f'{name} cannot be written|{name} is there already, and not a model'):
+        with pytest.raises(CheckpointError, match=f'{name} cannot be written|{name} already exists and is not a model'):
             write(tmp_path / name, 2, force)
 
     assert run_forked(refused, before_call(*moment, appear)) == 0

@@ -260,11 +260,39 @@ def test_what_shifts_cannot_do_is_refused():
                 each.blocks[0].attn(torch.randn(1, 64, 48), **mask)
 
 
-def test_creation_without_memory():
+def test_a_model_that_is_no_longer_hard_is_saved_as_attention(tmp_path):
+    model = timm.create_model('test_cmhsa_attn', hard_attn=True).eval()
+    model.set_hard_attn(False)
+    for block in model.blocks:
+        nn.init.normal_(block.attn.qkv.weight)
+    save_model(model, tmp_path / 'model')
+    for loaded in (timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True).eval(),
+                   timm_cmhsa.load_model(tmp_path / 'model')):
+        assert torch.equal(loaded(IMAGES), model(IMAGES))
+
+
+def test_a_model_with_one_layer_for_inference_is_not_saved(tmp_path):
+    model = converted()
+    nn.init.normal_(model.blocks[0].attn.qkv.weight)
+    with pytest.raises(ValueError, match='use its source'):
+        save_model(reparameterize_model(model), tmp_path / 'model')
+
+
+def test_loading_as_shifts(tmp_path):
+    source = converted()
+    save_model(source, tmp_path / 'model')
+    model = timm_cmhsa.load_model(tmp_path / 'model', hard_attn=True)
+    assert all(block.attn.shifts is not None for block in model.blocks)
+    torch.testing.assert_close(model(IMAGES), source(IMAGES), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize('weights_first', [False, True])
+def test_creation_without_memory(weights_first):
     """A model with hard heads is created on the meta device, then gets its weights."""
     source = timm.create_model('test_cmhsa_attn', hard_attn=True).eval()
     model = timm.create_model('test_cmhsa_attn', hard_attn=True, device='meta').to_empty(device='cpu').eval()
-    reinit_non_persistent_buffers(model)
-    model.load_state_dict(source.state_dict())
+    steps = [lambda: reinit_non_persistent_buffers(model), lambda: model.load_state_dict(source.state_dict())]
+    for step in reversed(steps) if weights_first else steps:
+        step()
     assert torch.equal(model(IMAGES), source(IMAGES))
     assert [p.requires_grad for p in model.parameters()] == [p.requires_grad for p in source.parameters()]

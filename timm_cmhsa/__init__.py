@@ -9,8 +9,9 @@ from .checkpoint import (
 from .cnn import attend_convs as attend_convs
 from .construction import conv2d_to_attention as conv2d_to_attention
 from .convert import convert_model as convert_model, verify as verify
+from .errors import CheckpointError as CheckpointError, HubError as HubError
 from .hub import push_to_hub as push_to_hub, save_for_hub as save_for_hub
-from .load import CheckpointError as CheckpointError, HubError as HubError, load_model as load_model
+from .load import load_model as load_model
 from .models import CmhsaAttn as CmhsaAttn, CmhsaConv as CmhsaConv
 from .patches import patchify as patchify, unpatchify as unpatchify
 from .pixel import models as _pixel_models  # noqa: F401  registers the models on pixels

@@ -132,7 +132,8 @@ class RelPosAttention(nn.Module):
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute hard heads as shifts, for training too, or as attention again.
 
-        Biases are frozen meanwhile. Other heads are left out if their output projection is zero.
+        Biases are frozen while this is on. A head that is not hard must have a zero output projection, and is skipped.
+        Create the optimizer and DistributedDataParallel afterwards.
 
         Raises:
             ValueError: If another head is not hard, or attention weights are to be dropped.
@@ -165,8 +166,8 @@ class RelPosAttention(nn.Module):
         reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
         offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
         offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
+        sharpness = exact_sharpness(math.prod(rel_pos.grid_size), dtype)
         for head in range(self.num_heads):
-            sharpness = exact_sharpness(math.prod(rel_pos.grid_size), dtype)
             rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
         for parameter in self.qkv.parameters():
             parameter[:self.widths[0]] = 0

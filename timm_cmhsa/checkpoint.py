@@ -1,4 +1,4 @@
-"""Converts a phase-1 checkpoint into a phase-2 checkpoint: load, convert, verify, save."""
+"""Convert a phase-1 checkpoint into a phase-2 checkpoint: load, convert, verify, save."""
 import math
 import os
 from pathlib import Path
@@ -7,17 +7,10 @@ from typing import Any, Dict, Mapping, Optional
 import torch
 
 from .construction import HeadOptions
-from .convert import ConversionReport, complete_options, convert_model, verify
+from .convert import ConversionReport, convert_with, verify
+from .errors import CheckpointError
 from .images import read_folder
-from .load import (
-    Checkpoint,
-    CheckpointError,
-    PathLike,
-    build_model,
-    local_path,
-    named_tensors,
-    read_checkpoint,
-)
+from .load import Checkpoint, PathLike, build_model, local_path, named_tensors, read_checkpoint
 from .models import CmhsaConv
 from .patches import Size2d
 from .rel_pos import precise_dtype
@@ -28,7 +21,7 @@ NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
 
 
 class VerificationError(RuntimeError):
-    """The converted model computes something else than its source; nothing was written."""
+    """The converted model differs from its source; nothing was written."""
 
 
 def convert_checkpoint(
@@ -51,6 +44,8 @@ def convert_checkpoint(
 ) -> ConversionReport:
     """Rewrite a phase-1 checkpoint as a phase-2 checkpoint, verify that both compute the same, and write it.
 
+    Checkpoints in half precision are converted, and saved, in float32.
+
     Args:
         src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on the
             Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
@@ -72,7 +67,8 @@ def convert_checkpoint(
         HubError: If the input cannot be downloaded. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak).check()
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    options.check()
     if tolerance is not None and not tolerance >= 0:
         raise CheckpointError(f'{tolerance=} must be 0 or more.')
     dst = check_destination(dst, force)
@@ -84,9 +80,7 @@ def convert_checkpoint(
     if not isinstance(model, CmhsaConv):
         raise CheckpointError(f'{src} holds a {type(model).__name__}, not a phase-1 model (cmhsa_conv_*).')
     model = model.to(precise_dtype(next(model.parameters()).dtype))
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
-    converted = convert_model(model, architecture, **options._asdict())
-    architecture, options, _ = complete_options(model, architecture, options)
+    converted, options = convert_with(model, architecture, options)
 
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randn(NUM_RANDOM_IMAGES, model.in_chans, *model.patch_embed.img_size, generator=generator)
@@ -94,7 +88,7 @@ def convert_checkpoint(
         pixels = torch.cat([pixels, read_folder(Path(images), converted, MAX_REAL_IMAGES)[0]])
     report = ConversionReport(
         **vars(verify(model, converted, pixels)),
-        architecture=architecture,
+        architecture=converted.pretrained_cfg['architecture'],
         model_args=converted.model_args(),
         options=options,
         num_images=(NUM_RANDOM_IMAGES, len(pixels) - NUM_RANDOM_IMAGES),
@@ -131,6 +125,9 @@ def convert_state_dict(
         **model_kwargs: Other arguments of the phase-1 model that tensors do not determine, such as `patch_size` or
             `in_chans`.
 
+    Returns:
+        Tensors by name, for the phase-2 model that `convert_model` makes with these arguments.
+
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model.
         ValueError: If there is no exact rewrite with these heads.
@@ -141,5 +138,5 @@ def convert_state_dict(
     model = build_model(checkpoint, 'state_dict', None, model_kwargs)
     if not isinstance(model, CmhsaConv):
         raise CheckpointError(f'The tensors are those of a {type(model).__name__}, not of a phase-1 model.')
-    heads = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
-    return convert_model(model, architecture, **heads._asdict()).state_dict()
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    return convert_with(model, architecture, options)[0].state_dict()

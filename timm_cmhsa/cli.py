@@ -9,8 +9,9 @@ from typing import Callable, NoReturn, Optional, Sequence, Tuple
 from timm.utils import ParseKwargs
 
 from .checkpoint import MAX_ERROR, VerificationError, convert_checkpoint
+from .errors import HubError, one_line
 from .hub import push_folder_to_hub, save_for_hub
-from .load import CheckpointError, HubError, load_model, one_line
+from .load import load_model
 from .save import PICKLE_SUFFIXES
 from .version import __version__
 
@@ -79,7 +80,7 @@ def run_command(prog: str, command: Callable[[], None]) -> int:
         *report, message = str(e).splitlines()
         print(*report, f'{prog}: error: {message}', sep='\n', file=sys.stderr)
         return 1
-    except (CheckpointError, ValueError, TypeError, OSError) as e:
+    except (ValueError, TypeError, OSError) as e:
         print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
         return 2
     except HubError as e:
@@ -146,7 +147,7 @@ def _convert_parser() -> argparse.ArgumentParser:
 def _plot_parser() -> argparse.ArgumentParser:
     parser = Parser(prog='plot_attention', description=PLOT_DESCRIPTION)
     add = parser.add_argument
-    add('source', metavar='CHECKPOINT', nargs='+', type=Path, help=f'{SOURCE}; several in the order of training')
+    add('source', metavar='CHECKPOINT', nargs='+', help=f'{SOURCE}; several in the order of training')
     add('--output', metavar='FOLDER', type=Path, required=True,
         help='folder for the pictures; older pictures there are replaced')
     add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')

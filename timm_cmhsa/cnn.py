@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
-from .load import one_line
+from .errors import one_line
 from .patches import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
@@ -71,14 +71,14 @@ class AttendedConv2d(nn.Module):
             map_size: Pair,
             out_size: Pair,
             patch_size: Size2d,
-            heads: HeadOptions,
+            options: HeadOptions,
             generator: torch.Generator,
     ) -> None:
         super().__init__()
         self.map_size, self.out_size = map_size, out_size
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
         self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
-        self.attn = _cheapest_rewrite(conv, self.patch_size, self.grid_size, heads, generator)
+        self.attn = _cheapest_rewrite(conv, self.patch_size, self.grid_size, options, generator)
         self.attn.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             self.attn.proj.bias.requires_grad_(conv.bias.requires_grad)
@@ -137,7 +137,7 @@ def attend_convs(
             Kernels of one pixel are not replaced.
         input_size: Shape of the model's input, (C, H, W), or (C, L) for sequences; by default the model's own.
         patch_size: Side of the patch of a feature map that is a token; rounded up to a multiple of the stride.
-        peak: Weight that a head gives to its own offset, see `conv2d_to_attention`. By default all: heads are hard.
+        peak: Weight that a head gives to its own offset, see `conv2d_to_attention`. By default heads are hard.
 
     Returns:
         The model.
@@ -147,8 +147,8 @@ def attend_convs(
         ValueError: If there is nothing to replace, or the model does not run with such an input, or computes something
             else with attention. It is left as it was.
     """
-    heads = HeadOptions(peak=peak)
-    heads.check()
+    options = HeadOptions(peak=peak)
+    options.check()
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a model with convolutions to replace, got {type(model).__name__}.')
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
@@ -173,7 +173,7 @@ def attend_convs(
             if _is_changed(conv) or any(owners[id(parameter)] > 1 for parameter in conv.parameters()):
                 raise ValueError('It has hooks, a parametrization, another forward, or weights that others share.')
             if conv not in attended:
-                attended[conv] = _attend(conv, shapes[conv], patch_size, heads, generator)
+                attended[conv] = _attend(conv, shapes[conv], patch_size, options, generator)
         except (ValueError, TypeError, RuntimeError) as e:  # the last for weights without data, as on meta
             kept[name] = one_line(e)
     if attended:
@@ -261,8 +261,8 @@ def _replace(
         output, shapes = _run(model, input_size, attended)
         if not _agree(output, expected, model):
             raise ValueError(
-                f'{type(model).__name__} computes something else with attention in place of its convolutions, which '
-                'were put back: name some of them, to find the one.')
+                f'The output of {type(model).__name__} changed with attention in place of its convolutions, so they were '
+                'put back. Pass fewer names to find the one that cannot be replaced.')
         called = [conv for conv in attended if shapes[conv]]
     finally:
         for name, conv in convs.items():
@@ -323,7 +323,7 @@ def _attend(
         conv: Any,
         shapes: Shapes,
         patch_size: int,
-        heads: HeadOptions,
+        options: HeadOptions,
         generator: torch.Generator,
 ) -> AttendedConv2d:
     if len(shapes) != 1:
@@ -336,13 +336,13 @@ def _attend(
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
         conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), (1, patch_size), heads, generator)
+        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), (1, patch_size), options, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(in_shape[1:], conv.kernel_size, conv.stride, conv.dilation)
         padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
         conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
     map_size, out_size = (in_shape[1], in_shape[2]), (out_shape[1], out_shape[2])
-    return AttendedConv2d(conv, map_size, out_size, patch_size, heads, generator)
+    return AttendedConv2d(conv, map_size, out_size, patch_size, options, generator)
 
 
 def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:

@@ -39,19 +39,19 @@ class HeadOptions(NamedTuple):
     peak: Optional[float] = None
 
     def check(self) -> None:
-        """Refuse options that fit no convolution.
+        """Check what does not depend on the convolution.
 
         Raises:
-            ValueError: If they do not.
+            ValueError: If a value is out of range, or options contradict each other.
         """
         limits = (('num_heads', MAX_HEADS), ('head_dim', MAX_HEAD_DIM), ('qk_dim', MAX_HEAD_DIM))
         for name, most in limits:
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Integral) and 0 < int(value) <= most):
-                raise ValueError(f'{name}={value} must be a positive whole number, and {most} at most.')
+                raise ValueError(f'{name}={value} must be a whole number from 1 to {most}.')
         if self.sharpness is not None and not (
                 isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):
-            raise ValueError(f'sharpness={self.sharpness!r} must be positive, and {MAX_SHARPNESS} at most.')
+            raise ValueError(f'sharpness={self.sharpness!r} must be above 0, and at most {MAX_SHARPNESS}.')
         if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
             raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75, or None for hard.')
         if self.rel_pos not in (None, RelPosTable.name, PaddedRelPosTable.name):
@@ -128,14 +128,12 @@ def conv2d_to_attention(
     """
     options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
     options.check()
-    _check_plain(conv)
-    for axis, patch in enumerate(to_2tuple(patch_size)):
-        _check_stride(conv, axis, patch)
+    heads = plan_heads(conv, patch_size, grid_size, head_dim, peak)
     if not keeps_size(conv, patch_size, grid_size):
         spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
         remedy = 'an odd kernel' if any(span % 2 for span in spans) else f'padding=({spans[0] // 2}, {spans[1] // 2})'
         raise ValueError(f'padding={conv.padding!r} does not keep the size (divided by the stride): use {remedy}.')
-    return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0))
+    return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0), heads)
 
 
 @torch.no_grad()
@@ -145,7 +143,7 @@ def rewrite(
         grid_size: Size2d,
         options: HeadOptions,
         generator: torch.Generator,
-        heads: Optional[List[Head]] = None,
+        heads: List[Head],
 ) -> RelPosAttention:
     """Rewrite a convolution for any padding: the patches of the output may cover more or less of it.
 
@@ -153,9 +151,8 @@ def rewrite(
         conv, patch_size, grid_size: See `conv2d_to_attention`.
         options: Number and kind of heads, checked.
         generator: For the random start of keys and spare heads.
-        heads: Plan of the heads, if `plan_heads` has already made it.
+        heads: Plan of the heads, see `plan_heads`.
     """
-    heads = plan_heads(conv, patch_size, grid_size, options.head_dim, options.peak) if heads is None else heads
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
@@ -291,7 +288,7 @@ def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
     wider = [w for w in range(head_dim + 1, largest + 1) if sum(-(-s // w) for s in sizes.values()) <= num_heads]
     numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), largest)]
     remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
-    return (f'num_heads={num_heads} of head_dim={head_dim} cannot express this convolution exactly: it takes '
+    return (f'num_heads={num_heads} with head_dim={head_dim} cannot express this convolution exactly: use '
             f'{" or ".join(remedies)}')
 
 
@@ -392,7 +389,7 @@ def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
 
 def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
     """Return the kernel without groups, (C_out, C_in, K_h, K_w), in float64: sums of one-hot products are exact."""
-    weight = conv.weight.detach().double().cpu().unflatten(0, (conv.groups, -1))
+    weight = conv.weight.detach().cpu().double().unflatten(0, (conv.groups, -1))
     dense = weight.new_zeros(conv.groups, weight.shape[1], conv.groups, *weight.shape[2:])
     group = torch.arange(conv.groups, device='cpu')
     dense[group, :, group] = weight

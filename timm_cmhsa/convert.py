@@ -1,4 +1,4 @@
-"""Rewrites a phase-1 model in memory as the phase-2 model that computes the same, and measures how exact that is."""
+"""Rewrite a phase-1 model in memory as the phase-2 model that computes the same, and measures how exact that is."""
 import contextlib
 import copy
 import math
@@ -23,7 +23,6 @@ DEFAULT_PEAK = 0.75
 DATA_KEYS = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode', 'label_names', 'label_descriptions')
 
 
-@torch.no_grad()
 def convert_model(
         model: nn.Module,
         architecture: Optional[str] = None,
@@ -57,13 +56,23 @@ def convert_model(
         A new model, in the mode of the given one, with nothing frozen.
 
     Raises:
-        TypeError: If it is not a phase-1 model, or a subclass, which may compute something else.
+        TypeError: If the model is not a `CmhsaConv`. Subclasses are refused too, as they may compute something else.
         ValueError: If the architecture is unknown, there is no exact rewrite with these heads, or the model has hooks
             or replaced methods, which the rewrite would drop.
     """
-    source = _plain_model(model)
     options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
-    architecture, options, heads = complete_options(source, architecture, options)
+    return convert_with(model, architecture, options)[0]
+
+
+@torch.no_grad()
+def convert_with(
+        model: nn.Module,
+        architecture: Optional[str],
+        options: HeadOptions,
+) -> Tuple[CmhsaAttn, HeadOptions]:
+    """Rewrite a phase-1 model, see `convert_model`; return it with the options without gaps."""
+    source = _plain_model(model)
+    architecture, options, heads = _complete(source, architecture, options)
     dtype = next(source.parameters()).dtype
     if options.peak is not None and dtype != precise_dtype(dtype):
         source = copy.deepcopy(source).to(precise_dtype(dtype))
@@ -83,7 +92,7 @@ def convert_model(
     converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
     init_patch_identity(proj)
     converted.set_grad_checkpointing(source.grad_checkpointing)
-    return converted.requires_grad_(True).train(source.training)
+    return converted.requires_grad_(True).train(source.training), options
 
 
 def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> CmhsaAttn:
@@ -131,7 +140,7 @@ def _plain_model(model: nn.Module) -> CmhsaConv:
     return model
 
 
-def complete_options(
+def _complete(
         model: CmhsaConv,
         architecture: Optional[str],
         options: HeadOptions,
@@ -215,6 +224,7 @@ class Verification:
 
     @property
     def max_error(self) -> float:
+        """Return the largest error of layers and logits; NaN if one of them is NaN."""
         errors = [self.logits_error, *(layer.error for layer in self.layers)]
         return math.nan if any(map(math.isnan, errors)) else max(errors)
 
@@ -289,7 +299,7 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
     same_class = []
 
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
-        expected, actual = expected.double().cpu(), actual.double().cpu()
+        expected, actual = expected.cpu().double(), actual.cpu().double()
         for j, values in enumerate((actual - expected, expected)):
             largest[j, i] = torch.maximum(largest[j, i], values.abs().max())
             squares[j, i] += values.square().sum()

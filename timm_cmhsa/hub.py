@@ -11,12 +11,12 @@ from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, Mo
 from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 from timm.models._hub import generate_readme
-from timm.models._pretrained import filter_pretrained_cfg
 from timm.utils import unwrap_model
 from torch import nn
 
+from .errors import CheckpointError, HubError, one_line
 from .images import data_config
-from .load import CheckpointError, HubError, PathLike, checked_tensors, load_model, one_line
+from .load import PathLike, check_tensors, load_model
 from .models import Cmhsa
 from .save import PICKLE_SUFFIXES, save_model
 from .version import __version__
@@ -81,7 +81,7 @@ def save_for_hub(
             f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model.')
     if Path(folder).suffix in ('.safetensors', *PICKLE_SUFFIXES):
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
-    checked_tensors(model.state_dict(), 'The model')
+    check_tensors(model.state_dict(), 'The model')
     labels: Dict[str, Any] = {}
     if label_names is not None:
         labels['label_names'] = _checked_names('label_names', label_names)
@@ -89,9 +89,7 @@ def save_for_hub(
             raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
     elif len(source.get('label_names') or ()) == model.num_classes:  # otherwise they are of an earlier head
         labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
-    pretrained_cfg = {
-        **filter_pretrained_cfg(source, remove_source=True), **data_config(model), 'num_classes': model.num_classes,
-        'license': license, 'label_names': None, 'label_descriptions': None}
+    pretrained_cfg = {**data_config(model), 'license': license, 'label_names': None, 'label_descriptions': None}
     card = model_card(model, repo_id, license, datasets, base_model, results, details)
     save_model(model, folder, force, {**labels, 'pretrained_cfg': pretrained_cfg}, card)
 

@@ -9,7 +9,8 @@ from PIL import Image
 from timm.data import create_transform, get_img_extensions, resolve_data_config
 from torch import nn
 
-from .load import CheckpointError, PathLike, one_line
+from .errors import CheckpointError, one_line
+from .load import PathLike
 from .models import Cmhsa
 
 _logger = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Loads a model from a file, a folder or the Hugging Face Hub.
+"""Load a model from a file, a folder or the Hugging Face Hub.
 
 No code of a file is run: tensors are read by safetensors or `torch.load(weights_only=True)`, and only the model
 arguments below, within their bounds, reach timm.
@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Tuple, Union
 
 import safetensors
-import safetensors.torch
 import timm
 import torch
 from huggingface_hub import snapshot_download
@@ -20,6 +19,7 @@ from timm.layers import to_2tuple
 from timm.models import clean_state_dict
 
 from .convert import DATA_KEYS
+from .errors import CheckpointError, HubError, one_line
 from .models import Cmhsa, registered_variant
 
 PathLike = Union[str, Path]
@@ -39,14 +39,6 @@ FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
 WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer')  # timm's names
 MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-
-
-class CheckpointError(ValueError):
-    """A file cannot be read, converted or written. The message gives the reason and the remedy, in one line."""
-
-
-class HubError(RuntimeError):
-    """The Hub was not reached or refused. The message gives the reason and the remedy, in one line."""
 
 
 class Checkpoint(NamedTuple):
@@ -95,8 +87,8 @@ def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
             f'{path} does not exist: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
     try:
         if path.suffix == '.safetensors':
-            content: Any = safetensors.torch.load_file(path)
             with safetensors.safe_open(path, framework='pt') as file:
+                content: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 metadata = file.metadata() or {}
             if not config and 'model_args' in metadata:
                 config = {**metadata, 'model_args': json.loads(metadata['model_args'])}
@@ -127,7 +119,7 @@ def build_model(
     if unknown:
         raise CheckpointError(f'{unknown}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
     given = checked_args(model_kwargs, 'model_kwargs')
-    told = {**checkpoint.model_args, 'num_classes': len(checkpoint.state_dict.get('head.weight', ()))}
+    told = {**checkpoint.model_args, 'num_classes': _num_classes(checkpoint.state_dict)}
     for key in told.keys() & given.keys():
         if to_2tuple(told[key]) != to_2tuple(given[key]):
             raise CheckpointError(
@@ -140,6 +132,8 @@ def build_model(
         raise CheckpointError(f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa.')
     if name is None or name in timm.list_models('*cmhsa*'):
         kind, inferred = infer_model(checkpoint.state_dict, source)
+        if kind.startswith('cmhsa_conv') and 'patch_size' not in args:
+            checkpoint.notes.append('assumed square patches of {0} x {0} pixels'.format(inferred['patch_size']))
         args = {**checked_args(inferred, str(source)), **args}
         name = name or registered_variant(kind, to_2tuple(args['patch_size']), args['hidden_chans'])
         if 'img_size' not in args:
@@ -151,16 +145,21 @@ def build_model(
         model = timm.create_model(
             name, **args, pretrained_cfg_overlay=checkpoint.pretrained_cfg, device=torch.device('meta'))
         if model.patch_embed.num_patches > MAX_TOKENS:
-            raise ValueError(f'images have {model.patch_embed.num_patches} patches, and {MAX_TOKENS} at most')
+            raise ValueError(f'images of {model.patch_embed.num_patches} patches exceed the limit of {MAX_TOKENS}')
         model.load_state_dict(checkpoint.state_dict, assign=True)
     except Exception as e:  # timm's layers raise many kinds
         raise CheckpointError(
             f'{source} does not fit {name} with {reprlib.repr(args)}: {one_line(e, 300)}') from e
-    checked_tensors(model.state_dict(), str(source))
+    check_tensors(model.state_dict(), str(source))
     for module in model.modules():
         if hasattr(module, 'init_non_persistent_buffers'):
             module.init_non_persistent_buffers()
     return model.eval()
+
+
+def _num_classes(state_dict: Mapping[str, torch.Tensor]) -> int:
+    weight = state_dict.get('head.weight')
+    return 0 if weight is None or weight.dim() == 0 else len(weight)
 
 
 def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tuple[str, Dict[str, Any]]:
@@ -199,7 +198,7 @@ def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tup
 
 
 def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
-    """Return the known model arguments, without all others.
+    """Return the known model arguments and drop all others.
 
     Raises:
         CheckpointError: If one has another type or is out of bounds.
@@ -261,15 +260,14 @@ def named_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
     return clean_state_dict(clean_state_dict(state_dict))  # twice, as older timm strips one order of them only
 
 
-def checked_tensors(state_dict: Dict[str, torch.Tensor], source: str) -> Dict[str, torch.Tensor]:
-    """Return tensors of finite numbers, each with storage of its own; refuse others."""
+def check_tensors(state_dict: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise CheckpointError unless all tensors are plain, finite floating point tensors."""
     for name, tensor in state_dict.items():
         is_plain = tensor.dtype in DTYPES and tensor.layout is torch.strided and not tensor.is_meta
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():  # more values than the file has
             raise CheckpointError(f'{source}: {name} is not a plain tensor of floating point numbers.')
         if not tensor.isfinite().all():
             raise CheckpointError(f'{source}: {name} holds NaN or Inf, as the training diverged: take an earlier one.')
-    return state_dict
 
 
 def read_json(path: Path) -> Dict[str, Any]:
@@ -303,11 +301,4 @@ def download(source: str) -> Path:
 
 
 def is_ours(name: str) -> bool:
-    return name in timm.list_models() and timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.')
-
-
-def one_line(error: BaseException, length: int = 200) -> str:
-    """Return an error's message in one line, with a full stop."""
-    text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-    line = ' '.join(''.join(char if char.isprintable() else ' ' for char in text).split()).rstrip('.')
-    return f'{line[:length]}...' if len(line) > length else f'{line}.'
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.')

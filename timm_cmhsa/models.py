@@ -7,30 +7,18 @@ a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with
 both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
 """
 import math
-from typing import TYPE_CHECKING, Any, Dict, Optional, Set, Tuple, Type
+from typing import Any, Callable, Dict, Optional, Set, Tuple, Type, TypeVar
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import LayerType, to_2tuple
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
-from timm.models.vision_transformer import Block, VisionTransformer
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
 from .patches import PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
 from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
-
-
-class CmhsaBlock(Block):
-    """timm's block with a form for inference."""
-    if TYPE_CHECKING:
-        attn: Any  # TorchScript knows no such annotation
-
-    def fuse(self) -> nn.Module:
-        """Fuse the attention, for `timm.utils.reparameterize_model`."""
-        if hasattr(self.attn, 'fuse'):
-            self.attn = self.attn.fuse()
-        return self
 
 
 class Cmhsa(VisionTransformer):
@@ -108,7 +96,6 @@ class Cmhsa(VisionTransformer):
             drop_path_rate=drop_path_rate,
             norm_layer=norm_layer,
             act_layer=act_layer,
-            block_fn=CmhsaBlock,
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
             device=device,
             dtype=dtype,
@@ -149,6 +136,9 @@ class Cmhsa(VisionTransformer):
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         return x  # There is none to add, and timm's method fails for an empty batch.
+
+
+T = TypeVar('T', bound=Cmhsa)
 
 
 class CmhsaConv(Cmhsa):
@@ -223,7 +213,7 @@ class CmhsaAttn(Cmhsa):
 
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn
-        if not isinstance(attn, RelPosAttention):
+        if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
             raise ValueError('A model that was reparameterized for inference cannot be built anew: use its source.')
         padding = attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None
         return dict(
@@ -246,7 +236,7 @@ class CmhsaAttn(Cmhsa):
         """Compute hard heads as shifts, for training too, or as attention again.
 
         Shifts cost less. Parameters and function stay the same. Meanwhile biases are frozen, and queries and keys do
-        not learn. Create the optimizer afterwards.
+        not learn. Create the optimizer and DistributedDataParallel afterwards.
 
         Raises:
             ValueError: If a head is not hard, attention weights are to be dropped, or the model was reparameterized.
@@ -269,8 +259,10 @@ def _update_hard_attn(model: nn.Module, incompatible_keys: Any = None) -> None:
     """Compute the heads that were loaded or resized as shifts if they are hard, and as attention otherwise."""
     assert isinstance(model, CmhsaAttn)
     attn = model.blocks[0].attn
-    if not model.hard_attn or not isinstance(attn, RelPosAttention) or attn.rel_pos.position.is_meta:
+    if not model.hard_attn or not isinstance(attn, RelPosAttention) or attn.qkv.weight.is_meta:
         return
+    for block in model.blocks:
+        block.attn.rel_pos.init_non_persistent_buffers()  # a model from the meta device has none yet
     try:
         model.set_hard_attn()
     except ValueError:
@@ -305,13 +297,20 @@ def _grid_of_table(model: Cmhsa, table_length: int, padding: Grid) -> Optional[G
     return None
 
 
-def create_cmhsa(cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> Any:
+def create_cmhsa(
+        cls: Type[T],
+        variant: str,
+        pretrained: bool,
+        kwargs: Dict[str, Any],
+        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn,
+        **defaults: Any,
+) -> T:
     """Build a registered model; `kwargs` overrule the variant's `defaults`."""
     return build_model_with_cfg(
         cls,
         variant,
         pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
+        pretrained_filter_fn=filter_fn,
         feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
         **{**defaults, **kwargs},
     )

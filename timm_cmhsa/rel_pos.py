@@ -195,15 +195,17 @@ class PaddedRelPosTable(RelPosTable):
         A number added to all biases of a head changes no softmax, so biases are taken relative to the head's median,
         which is 0 after a rewrite. What exp(bias) has above 1 grows with the number of keys (see docs/theory.md).
         """
-        scale = (self.bias_scale if bias_scale is None else bias_scale).to(table.device)
+        device = table.device if table.is_meta else torch.device('cpu')  # not every device has float64
+        scale = (self.bias_scale if bias_scale is None else bias_scale).to(device)
         growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
+        exact = table.to(device, torch.float64)
         # most offsets have the bias of the median, unless there is only the one of a single patch
-        baseline = table.double().median(dim=0).values if len(table) > 1 else table.new_zeros(())
-        centered = table.double() - baseline
+        baseline = exact.median(dim=0).values if len(table) > 1 else exact.new_zeros(())
+        centered = exact - baseline
         bias = centered * scale
         # log(1 + growth * (exp(bias) - 1)), without overflow
         grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
-        table = torch.where(bias > 0, grown / scale, centered).to(table.dtype)
+        table = torch.where(bias > 0, grown / scale, centered).to(table)
         return super().resize_table(table, grid_size, new_grid_size)
 
     def num_keys(self, grid_size: Grid) -> int:
@@ -248,7 +250,7 @@ def create_rel_pos(
         **dd: Device and dtype.
 
     Raises:
-        ValueError: If the name or the padding is unknown.
+        ValueError: If the name is unknown, or the padding does not fit it.
     """
     if name == RelPosTable.name and padding is None:
         return RelPosTable(grid_size, num_heads, **dd)

@@ -1,4 +1,4 @@
-"""Saves a model to a file or a folder: whole or not at all, and nothing is replaced unasked."""
+"""Save a model to a file or a folder: whole or not at all, and nothing is replaced unasked."""
 import contextlib
 import json
 import os
@@ -13,7 +13,8 @@ import torch
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
 
-from .load import WEIGHT_NAMES, CheckpointError, PathLike, is_ours, one_line, read_json
+from .errors import CheckpointError, one_line
+from .load import WEIGHT_NAMES, PathLike, is_ours, read_json
 from .models import Cmhsa
 
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
@@ -56,13 +57,14 @@ def save_model(
 
 def _write_config(model: Cmhsa, path: Path, model_args: Dict[str, Any], model_config: Dict[str, Any]) -> None:
     # timm 1.0.26 would write the image size and classes of the registered model
-    pretrained_cfg = dict(
-        filter_pretrained_cfg(model.pretrained_cfg, remove_source=True),
-        input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
-    save_config_for_hf(model, str(path), {'pretrained_cfg': pretrained_cfg, **model_config}, model_args)
-    # transformers gives timm the number of classes itself, which timm 1.0.31 has in model_args, too
+    pretrained_cfg = {
+        **filter_pretrained_cfg(model.pretrained_cfg, remove_source=True),
+        'input_size': (model.in_chans, *model.patch_embed.img_size), 'num_classes': model.num_classes,
+        **model_config.get('pretrained_cfg', {})}
+    save_config_for_hf(model, str(path), {**model_config, 'pretrained_cfg': pretrained_cfg}, model_args)
     config = read_json(path)
-    config['model_args'].pop('num_classes', None)
+    config['model_args'].pop('num_classes', None)  # transformers passes it as well
+    config['model_args'].pop('hard_attn', None)  # of the time when the model was created
     path.write_text(json.dumps(config, indent=2), encoding='utf-8')
 
 
@@ -92,10 +94,10 @@ def check_destination(dst: PathLike, force: bool) -> Path:
     if not os.path.lexists(dst) or (dst.is_dir() and not is_file and not any(dst.iterdir())):
         return dst
     if not (dst.is_file() if is_file else _holds_our_model(dst)):
-        raise CheckpointError(f'{dst} is there already, and not a model of timm_cmhsa: choose another destination.')
+        raise CheckpointError(f'{dst} already exists and is not a model of timm_cmhsa: choose another destination.')
     if not force:
         raise CheckpointError(
-            f'{dst} is there already: choose another destination, or replace it (force=True, --force).')
+            f'{dst} already exists: choose another destination, or replace it with force=True (--force).')
     return dst
 
 
@@ -132,9 +134,19 @@ def replacing(dst: Path, force: bool) -> Iterator[Path]:
         elif force:
             new.replace(dst)
         else:
-            os.link(new, dst)  # refused if anything is there
+            _rename_to_nothing(new, dst)
     except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         kept = f' The old model is at {old}.' if old.is_dir() else ''
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
     finally:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
+
+
+def _rename_to_nothing(new: Path, dst: Path) -> None:
+    """Rename a file to a path where there is nothing."""
+    try:
+        os.link(new, dst)
+    except FileExistsError:
+        raise
+    except OSError:  # a file system without hard links
+        new.rename(dst)

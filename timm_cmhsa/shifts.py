@@ -1,7 +1,7 @@
 """Hard heads computed as shifts: a head that looks at one offset moves its values, and needs no softmax."""
 import math
 from itertools import groupby
-from typing import TYPE_CHECKING, List, Optional, Tuple
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +9,6 @@ from torch import nn
 
 from .patches import Mask, reject_attn_mask
 from .rel_pos import Grid, PaddedRelPosTable
-
-if TYPE_CHECKING:
-    from .attention import RelPosAttention
 
 MAX_LEAK = 1e-4  # largest share of its attention that a hard head may give to other patches
 
@@ -21,24 +18,24 @@ Offset = Tuple[int, int]  # key patch minus query patch, (row, column)
 
 
 @torch.no_grad()
-def hard_offsets(attn: 'RelPosAttention') -> List[Optional[Offset]]:
-    """Return the offset of every hard head of a layer, None for the other heads.
+def hard_offsets(attn: Any) -> List[Optional[Offset]]:
+    """Return the offset of every hard head of a `RelPosAttention`, None for the other heads.
 
     A head is hard if its queries are zero, so that scores are biases alone, and its biases give all but `MAX_LEAK` of
     the attention to one offset, or to the zero key where that offset lies outside the image.
     """
     rel_pos, num_heads = attn.rel_pos, attn.num_heads
-    query = attn.qkv.weight[:num_heads * attn.qk_dim].unflatten(0, (num_heads, -1))
+    query = attn.qkv.weight[:num_heads * attn.qk_dim].cpu().unflatten(0, (num_heads, -1))
     is_hard = ~query.flatten(1).any(dim=1)
     if attn.qkv.bias is not None:
-        is_hard &= ~attn.qkv.bias[:num_heads * attn.qk_dim].view(num_heads, -1).any(dim=1)
-    bias, zero_key = rel_pos.offset_bias().double(), rel_pos.zero_key_bias.double()
-    (best, second), (index, _) = bias.topk(2, dim=0) if len(bias) > 1 else _only_entry(bias)
-    offsets = rel_pos.offsets[index].tolist()
+        is_hard &= ~attn.qkv.bias[:num_heads * attn.qk_dim].cpu().view(num_heads, -1).any(dim=1)
+    bias, zero_key = rel_pos.offset_bias().cpu().double(), rel_pos.zero_key_bias.cpu().double()
+    (best, second), (index, _) = F.pad(bias, [0, 0, 0, 1], value=-math.inf).topk(2, dim=0)  # there may be one offset
+    offsets = rel_pos.offsets.cpu()[index].tolist()
     if isinstance(rel_pos, PaddedRelPosTable):
         num_keys = rel_pos.num_keys(rel_pos.grid_size)
         in_ring = torch.tensor([abs(row) <= rel_pos.padding[0] and abs(col) <= rel_pos.padding[1]
-                                for row, col in offsets], device=bias.device)
+                                for row, col in offsets])
         is_hard &= in_ring
         others = num_keys * (second - best).exp()
         leak = torch.maximum(others * (1 + zero_key.exp()), others * (1 + (-zero_key).exp()))
@@ -48,12 +45,6 @@ def hard_offsets(attn: 'RelPosAttention') -> List[Optional[Offset]]:
             num_tokens * (second - best).exp() + (zero_key - best).exp(), num_tokens * (second - zero_key).exp())
     is_hard &= leak <= MAX_LEAK
     return [(row, col) if hard else None for (row, col), hard in zip(offsets, is_hard.tolist())]
-
-
-def _only_entry(bias: torch.Tensor) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return what `topk` would for a table with a single offset: (values, indices), the second value -inf."""
-    values = torch.cat([bias, torch.full_like(bias, -math.inf)])
-    return values, torch.zeros_like(values, dtype=torch.long)
 
 
 def shift_tokens(x: torch.Tensor, offset: Offset, grid_size: Grid) -> torch.Tensor:
@@ -79,7 +70,7 @@ class HeadShifts(nn.Module):
         super().__init__()
         self.grid_size = grid_size
         groups = [(offset, len(list(heads))) for offset, heads in groupby(offsets)]
-        self.offsets: List[Offset] = [offset or (0, 0) if offset is not None else grid_size for offset, _ in groups]
+        self.offsets: List[Offset] = [grid_size if offset is None else offset for offset, _ in groups]
         self.widths: List[int] = [num_heads * head_dim for _, num_heads in groups]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,12 +80,12 @@ class HeadShifts(nn.Module):
 
 
 class HardAttention(nn.Module):
-    """A `RelPosAttention` for inference whose heads are all hard: no queries, keys or biases are left.
+    """A `RelPosAttention` for inference whose heads are all hard. It has no queries, keys or biases.
 
     Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
 
-    def __init__(self, attn: 'RelPosAttention', offsets: List[Optional[Offset]]) -> None:
+    def __init__(self, attn: Any, offsets: List[Optional[Offset]]) -> None:
         """
         Args:
             attn: Layer to replace.

@@ -12,10 +12,10 @@ from typing import Any, Dict, Final, Optional, Sequence, Union
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple, use_fused_attn
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..models import Cmhsa, cfg
+from ..models import Cmhsa, cfg, create_cmhsa
 from ..patches import Mask, Size2d
 from ..rel_pos import Grid, add_attn_mask
 from .encodings import ENCODINGS, resize_offset_embed
@@ -160,14 +160,7 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: nn.Module) 
 
 
 def _create_pixel_attn(variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> PixelAttn:
-    return build_model_with_cfg(
-        PixelAttn,
-        variant,
-        pretrained,
-        pretrained_filter_fn=checkpoint_filter_fn,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-        **{**defaults, **kwargs},
-    )
+    return create_cmhsa(PixelAttn, variant, pretrained, kwargs, checkpoint_filter_fn, **defaults)
 
 
 _PAPER = dict(

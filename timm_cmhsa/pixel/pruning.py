@@ -15,7 +15,7 @@ MAX_CONDITION = 1e5  # if the ratio of the two is above, it attends to a thin st
 
 def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
     """Return the heads that attend to all patches alike, or to a thin stripe."""
-    smallest, largest = torch.linalg.eigvalsh(rel_pos.inv_covariance().detach().double().cpu()).unbind(dim=-1)
+    smallest, largest = torch.linalg.eigvalsh(rel_pos.inv_covariance().detach().cpu().double()).unbind(dim=-1)
     degenerate = (largest < MIN_EIGENVALUE) | (largest > MAX_CONDITION * smallest)
     return degenerate.nonzero().flatten().tolist()
 
@@ -24,7 +24,7 @@ def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
     """Remove degenerate heads from a model with `rel_pos='quadratic_gen'`, or a wrapper of one, in place.
 
     Their contribution is lost. Appendix E then trains for a few more epochs, at a tenth of the learning rate. Create
-    the optimizer afterwards, since the parameters are new. `model.model_args()` has the new numbers of heads.
+    the optimizer and DistributedDataParallel afterwards, since the parameters are new. `model.model_args()` has the new numbers of heads.
 
     Returns:
         Indices of the removed heads, by name of the layer.

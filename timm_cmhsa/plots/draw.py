@@ -7,8 +7,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from ..errors import one_line
 from ..images import choose_images, evenly_spaced, to_pixels
-from ..load import PathLike, one_line
+from ..load import PathLike
 from .data import (
     PlotError,
     attention_from,
@@ -68,6 +69,8 @@ def plot_attention(
         maps, measured = mean_attention(model, pixels)
         attention[title] = {name: attention_from(maps[name], query) for name in drawn}
         statistics[title] = {name: measured[name] for name in drawn}
+    if not attention:
+        raise PlotError('There is no checkpoint to draw: give one.')
     figures = draw_figures(attention, statistics, seen)
     if images is not None:
         maps = finite_maps(model, pixels[:1])
