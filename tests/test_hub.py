@@ -313,7 +313,8 @@ def test_no_connection(hub, monkeypatch):
         assert 'Check the connection' in refusal()
 
 
-@pytest.mark.parametrize('source', ['alice/none', 'alice/net@none', 'alice/empty', 'alice/light', 'alice/broken', 'a b/c'])
+@pytest.mark.parametrize('source', [
+    'alice/none', 'alice/net@none', 'alice/empty', 'alice/light', 'alice/broken', 'a b/c'])
 def test_sources_on_the_hub_that_cannot_be_read(source, hub):
     for name in ('net', 'empty', 'light', 'broken'):
         push_to_hub(create(), f'alice/{name}')

@@ -261,8 +261,8 @@ def _replace(
         output, shapes = _run(model, input_size, attended)
         if not _agree(output, expected, model):
             raise ValueError(
-                f'The output of {type(model).__name__} changed with attention in place of its convolutions, so they were '
-                'put back. Pass fewer names to find the one that cannot be replaced.')
+                f'The output of {type(model).__name__} changed with attention in place of its convolutions, so they '
+                'were put back. Pass fewer names to find the one that cannot be replaced.')
         called = [conv for conv in attended if shapes[conv]]
     finally:
         for name, conv in convs.items():

@@ -351,8 +351,8 @@ default_cfgs = generate_default_cfgs({
     'test_cmhsa_attn': cfg(**_SMALL),
 })
 
-_PATCH4_32 = dict(patch_size=4, hidden_chans=12)
-_TEST = dict(patch_size=4, depth=4)
+_PATCH4_32: Dict[str, Any] = dict(patch_size=4, hidden_chans=12)
+_TEST: Dict[str, Any] = dict(patch_size=4, depth=4)
 
 
 @register_model

@@ -24,7 +24,8 @@ def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
     """Remove degenerate heads from a model with `rel_pos='quadratic_gen'`, or a wrapper of one, in place.
 
     Their contribution is lost. Appendix E then trains for a few more epochs, at a tenth of the learning rate. Create
-    the optimizer and DistributedDataParallel afterwards, since the parameters are new. `model.model_args()` has the new numbers of heads.
+    the optimizer and DistributedDataParallel afterwards, since the parameters are new. `model.model_args()` has the new
+    numbers of heads.
 
     Returns:
         Indices of the removed heads, by name of the layer.
