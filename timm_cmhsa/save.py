@@ -61,7 +61,7 @@ def _write_config(model: Cmhsa, path: Path, model_args: Dict[str, Any], model_co
         **filter_pretrained_cfg(model.pretrained_cfg, remove_source=True),
         'input_size': (model.in_chans, *model.patch_embed.img_size), 'num_classes': model.num_classes,
         **model_config.get('pretrained_cfg', {})}
-    save_config_for_hf(model, str(path), {**model_config, 'pretrained_cfg': pretrained_cfg}, model_args)
+    save_config_for_hf(model, path, {**model_config, 'pretrained_cfg': pretrained_cfg}, model_args)
     config = read_json(path)
     config['model_args'].pop('num_classes', None)  # transformers passes it as well
     config['model_args'].pop('hard_attn', None)  # of the time when the model was created
