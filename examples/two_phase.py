@@ -82,11 +82,12 @@ def parse_args() -> argparse.Namespace:
     add('--num-train', type=int, default=400, help='training images (default: %(default)s)')
     add('--seed', type=int, default=0, help='of the data, the weights and the training (default: %(default)s)')
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='default: %(default)s')
-    add('--output', type=Path, default=Path('output/two_phase'), help='folder (default: %(default)s)')
+    add('--output', type=Path, help='folder (default: output/two_phase, or output/quick)')
     add('--quick', action='store_true', help='two epochs of each phase: shows that everything runs')
     args = parser.parse_args()
     if args.quick:
         args.epochs = 2
+    args.output = args.output or Path('output', 'quick' if args.quick else 'two_phase')
     if args.epochs < 1 or not BATCH_SIZE <= args.num_train <= 1700:
         parser.error(f'--epochs must be positive, --num-train between {BATCH_SIZE} and 1700 (of {NUM_IMAGES} images)')
     if args.output.exists() and not args.output.is_dir():

@@ -96,10 +96,9 @@ def test_what_was_assumed_is_in_the_report(model, tmp_path):
     torch.save(phase1(depth=1, hidden_chans=12).state_dict(), tmp_path / 'a.pth')
     report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
     assert report.model_args['img_size'] == (32, 32)
-    assert 'assumed the image size of cmhsa_conv_k3_patch4_32, 32 x 32 pixels' in str(report)
-    assert 'assumed square patches of 4 x 4 pixels' in str(report)
-    report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', img_size=16, patch_size=4)
-    assert 'assumed' not in str(report)
+    assert 'assumed img_size=(32, 32), patch_size=(4, 4), in_chans=3, global_pool=avg' in str(report)
+    given = dict(img_size=16, patch_size=4, in_chans=1, global_pool='max')
+    assert 'assumed' not in str(convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', **given))
 
 
 def test_approximate(model, src, tmp_path, capsys):
@@ -197,6 +196,8 @@ def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path
     ('--peak a', 'argument --peak: invalid float value'), ('--pek 0.5', 'unrecognized arguments: --pek 0.5'),
     ('--img-size a', "'a' is neither N nor HxW"), ('--in-chans 0', "'0' is not a positive number"),
     ('--model-kwargs global_pool', 'expected NAME=VALUE'), ('--license mit', 'are for --push-to-hub'),
+    ('--peak 0.5 --sharpness 9', 'sharpness=9.0 is for hard ones'), ('--push-to-hub me', 'expected USER/NAME'),
+    ('--model cmhsa_attn_soft --sharpness 9', 'peak=0.75 makes heads soft'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
     try:

@@ -127,7 +127,7 @@ def test_a_conversion_from_the_hub_to_the_hub(hub, tmp_path, capsys):
     assert_same_function(model, loaded, 1e-5)
     assert list(loaded.pretrained_cfg['label_names']) == LABELS
     assert (loaded.pretrained_cfg['mean'], loaded.pretrained_cfg['std']) == ([0.25], [0.5])
-    assert 'exact (Theorem 1' in hub.files('alice/phase2')['README.md'].decode()
+    assert 'Theorem 1 of arXiv 2111.01353' in hub.files('alice/phase2')['README.md'].decode()
 
 
 def test_a_folder_without_a_card_gets_one(hub, tmp_path):

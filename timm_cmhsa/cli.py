@@ -10,7 +10,7 @@ from timm.utils import ParseKwargs
 
 from .checkpoint import MAX_ERROR, VerificationError, convert_checkpoint
 from .errors import HubError, one_line
-from .hub import push_folder_to_hub, save_for_hub
+from .hub import check_repo_id, push_folder_to_hub, save_for_hub
 from .load import load_model
 from .save import PICKLE_SUFFIXES
 from .version import __version__
@@ -45,13 +45,15 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
         parser.error(f'DST is the file {dst}: --push-to-hub publishes a folder')
 
     def convert() -> None:
+        if repo_id is not None:
+            check_repo_id(repo_id)
         report = convert_checkpoint(**args, **model_kwargs)
         print(f'{report}\nwritten to {dst}')
         if repo_id is not None:
             save_for_hub(load_model(dst), dst, repo_id, force=True, license=license, details=report.details)
             print(f'published at {push_folder_to_hub(dst, repo_id, private=private)}')
         elif dst.is_dir():
-            print(f'train it: python -m timm_cmhsa train.py --model local-dir:{dst} --pretrained ...')
+            print(f"train it with timm's train.py: --model local-dir:{dst} --pretrained")
 
     return run_command(parser.prog, convert)
 

@@ -54,6 +54,8 @@ class HeadOptions(NamedTuple):
             raise ValueError(f'sharpness={self.sharpness!r} must be above 0, and at most {MAX_SHARPNESS}.')
         if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
             raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75, or None for hard.')
+        if self.peak is not None and self.sharpness is not None:
+            raise ValueError(f'peak={self.peak} makes heads soft, and sharpness={self.sharpness} is for hard ones.')
         if self.rel_pos not in (None, RelPosTable.name, PaddedRelPosTable.name):
             raise ValueError(f"rel_pos={self.rel_pos!r} cannot express a convolution: use 'table' or 'padded_table'.")
         if self.peak is not None and self.rel_pos == RelPosTable.name:
@@ -159,7 +161,7 @@ def rewrite(
     factors: Iterable[HeadFactors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
         if not options.approximate or options.peak is not None:
-            best = (', or approximate=True for the best that these can' if options.peak is None else
+            best = (', or approximate=True (--approximate) for the best that these can' if options.peak is None else
                     '; approximate=True is for hard heads' if options.approximate else '')
             raise ValueError(f'{_too_few_heads(heads, num_heads, options.head_dim or dim)}{best}.')
         factors = best_factors(conv, heads, num_heads, grid_size, options.head_dim)

@@ -163,6 +163,7 @@ def _complete(
     peak, rel_pos = options.peak, options.rel_pos
     if peak is None and rel_pos != RelPosTable.name and default.rel_pos.name == PaddedRelPosTable.name:
         peak = DEFAULT_PEAK
+        options._replace(peak=peak).check()
     if rel_pos is None:
         rel_pos = default.rel_pos.name if peak is None else PaddedRelPosTable.name
     head_dim = options.head_dim or (thin_head_dim(model.embed_dim) if is_thin else model.embed_dim)
@@ -253,7 +254,7 @@ class ConversionReport(Verification):
         heads = f'hard, sharpness {options.sharpness:.3g}' if options.peak is None else f'soft, peak {options.peak:g}'
         random, real = self.num_images
         return {'Conversion': {
-            'Rewrite': 'least squares' if options.approximate else 'exact (Theorem 1 of arXiv 2111.01353)',
+            'Rewrite': 'least squares' if options.approximate else 'Theorem 1 of arXiv 2111.01353',
             'Heads': f'{options.num_heads} of {options.head_dim}, queries and keys of {options.qk_dim}, {heads}',
             'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
             'Error of the logits': f'{self.logits_error:.1e} of the largest logit',

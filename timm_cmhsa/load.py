@@ -38,6 +38,7 @@ LIMITS = {
 FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
 WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer')  # timm's names
 MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
+NOT_IN_TENSORS = 'img_size', 'patch_size', 'in_chans', 'global_pool'  # of phase 1
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -96,7 +97,9 @@ def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
             with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's train.py
                 content = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # parsers of broken files raise many kinds
-        raise CheckpointError(f'{path} is not a checkpoint that can be read without running code: {one_line(e)}') from e
+        raise CheckpointError(
+            f'{path} is not a checkpoint that can be read without running code. It is damaged, or holds more than '
+            'tensors: save model.state_dict().') from e
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
     if not config and 'args' in content:
@@ -124,7 +127,7 @@ def build_model(
         if to_2tuple(told[key]) != to_2tuple(given[key]):
             raise CheckpointError(
                 f'{source} was trained with {key}={told[key]}, but {key}={given[key]} was given: leave it out.')
-    args = {**told, **given}
+    args, assumed = {**told, **given}, []
     name = architecture or checkpoint.architecture
     if name is not None and name.startswith(('local-dir:', *HUB_PREFIXES)):
         name = None  # train.py calls a model by the folder that it started from
@@ -132,13 +135,11 @@ def build_model(
         raise CheckpointError(f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa.')
     if name is None or name in timm.list_models('*cmhsa*'):
         kind, inferred = infer_model(checkpoint.state_dict, source)
-        if kind.startswith('cmhsa_conv') and 'patch_size' not in args:
-            checkpoint.notes.append('assumed square patches of {0} x {0} pixels'.format(inferred['patch_size']))
+        if name is None:
+            keys = NOT_IN_TENSORS if kind.startswith('cmhsa_conv') else ('img_size', 'global_pool')
+            assumed = [key for key in keys if key not in args]
         args = {**checked_args(inferred, str(source)), **args}
         name = name or registered_variant(kind, to_2tuple(args['patch_size']), args['hidden_chans'])
-        if 'img_size' not in args:
-            checkpoint.notes.append('assumed the image size of {}, {} x {} pixels'.format(
-                name, *timm.get_pretrained_cfg_value(name, 'input_size')[1:]))
     try:
         if args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
             raise ValueError(f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
@@ -154,6 +155,9 @@ def build_model(
     for module in model.modules():
         if hasattr(module, 'init_non_persistent_buffers'):
             module.init_non_persistent_buffers()
+    if assumed:
+        values = model.model_args()
+        checkpoint.notes.append(f'assumed {", ".join(f"{key}={values[key]}" for key in assumed)}')
     return model.eval()
 
 
