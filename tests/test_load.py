@@ -245,6 +245,7 @@ def changed(tensor, name=WEIGHT):
     (changed(torch.ones(1), 'x' * 10 ** 6), 'Unexpected key'),
     (changed(torch.ones(1), 'a\n\x1b[2J\u202e'), 'Unexpected key'),
     (changed(torch.ones(()), 'blocks.0.attn.conv.weight'), 'not the tensors of a phase-1'),
+    (changed(torch.ones(()), 'head.weight'), 'does not fit'),
     (changed(torch.ones(3, 0), 'blocks.0.mlp.fc1.weight'), 'not the tensors of a phase-1'),
     (lambda state_dict: dict(list(state_dict.items())[1:]), 'Missing key.* "blocks.0.norm1.weight"'),
     (lambda state_dict: {**state_dict, **{f'blocks.{i}.x': torch.ones(1) for i in range(300)}}, 'depth=300'),

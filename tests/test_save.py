@@ -1,4 +1,5 @@
 """A model in a file or folder: whole or not at all, and nothing is replaced unasked."""
+import errno
 import itertools
 import json
 import os
@@ -209,6 +210,17 @@ def test_an_interrupt_leaves_what_was_there_and_nothing_else(name, force, number
 
     assert run_forked(interrupted, before_call(last_call(name, force), number, interrupt)) == 0
     assert content(tmp_path) == before
+
+
+def no_links():
+    raise PermissionError(errno.EPERM, 'Operation not permitted')
+
+
+def test_a_file_system_without_hard_links(tmp_path):
+    model = phase1()
+    saved = run_forked(lambda: save_model(model, tmp_path / 'out.pth'), before_call('os.link', 0, no_links))
+    assert saved == 0
+    assert os.listdir(tmp_path) == ['out.pth']
 
 
 @pytest.mark.parametrize(('name', 'force', 'appears', 'moment'), [

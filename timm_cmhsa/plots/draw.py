@@ -69,8 +69,6 @@ def plot_attention(
         maps, measured = mean_attention(model, pixels)
         attention[title] = {name: attention_from(maps[name], query) for name in drawn}
         statistics[title] = {name: measured[name] for name in drawn}
-    if not attention:
-        raise PlotError('There is no checkpoint to draw: give one.')
     figures = draw_figures(attention, statistics, seen)
     if images is not None:
         maps = finite_maps(model, pixels[:1])
