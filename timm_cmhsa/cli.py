@@ -4,7 +4,7 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Callable, NoReturn, Optional, Sequence, Tuple
+from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 
 from timm.utils import ParseKwargs
 
@@ -73,7 +73,7 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     return run_command(parser.prog, lambda: print(*plot_attention(**vars(args)), sep='\n'))
 
 
-def run_command(prog: str, command: Callable[[], None]) -> int:
+def run_command(prog: str, command: Callable[[], Any]) -> int:
     """Run a command and return its exit code. If it fails or is stopped, print the reason in one line."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # temporary files are removed then
     try:

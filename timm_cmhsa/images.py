@@ -1,8 +1,9 @@
 """Input images of a model: from a folder, prepared as timm does for validation, or noise. And back to pixels."""
 import logging
 import os
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from PIL import Image
@@ -95,11 +96,22 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     return torch.stack(images), names
 
 
-def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
-    """Return a function that reads an image file and prepares it for a model: shape (C, H, W).
+@contextmanager
+def open_image(file: PathLike) -> Iterator[Image.Image]:
+    """Open an image file, and refuse one that is too large to be decoded, or that 8 bits cannot hold."""
+    with Image.open(file, formats=FORMATS) as image:
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise ValueError(f'{width} x {height} pixels are more than {MAX_PIXELS / 1e6:.0f} megapixels')
+        if max(width, height) > MAX_ASPECT * min(width, height):
+            raise ValueError(f'{width} x {height} pixels are too narrow')
+        if image.mode[0] in 'IF':  # Pillow would clip the values
+            raise ValueError('it has more than 8 bits per channel: convert it')
+        yield image
 
-    It refuses images of more than `MAX_PIXELS` or with extreme proportions before decoding them.
-    """
+
+def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
+    """Return a function that reads an image file and prepares it for a model: shape (C, H, W)."""
     config = data_config(model)
     in_chans = config['input_size'][0]
     if in_chans not in (1, 3):
@@ -108,12 +120,7 @@ def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
     transform = create_transform(**config)
 
     def read(file: Path) -> torch.Tensor:
-        with Image.open(file, formats=FORMATS) as image:
-            width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise ValueError(f'{width} x {height} pixels are more than {MAX_PIXELS / 1e6:.0f} megapixels')
-            if max(width, height) > MAX_ASPECT * min(width, height):
-                raise ValueError(f'{width} x {height} pixels are too narrow')
+        with open_image(file) as image:
             return transform(image.convert('L' if in_chans == 1 else 'RGB'))
 
     return read

@@ -1,0 +1,339 @@
+"""Both phases on a folder of images: results, pictures and models; stopped runs; bad input."""
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import timm
+import torch
+from helpers import run_forked, run_python
+from PIL import Image
+
+import timm_cmhsa
+from timm_cmhsa.train import train_two_phases
+from timm_cmhsa.train.data import open_folder, write_digits
+from timm_cmhsa.train.options import SIZES
+
+CLASSES = 'cat', 'dog', 'owl'
+SIDE = 32
+OPTIONS = dict(model='test_cmhsa_conv_k3', img_size=SIDE, epochs=4, switch=0.5, batch_size=4, device='cpu')
+
+
+def write_image(path, side=SIDE, seed=0, mode='RGB'):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.RandomState(seed).randint(0, 256, (side, side, 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def write_folder(root, splits=('train', 'validation'), count=4, side=SIDE):
+    for split in splits:
+        for label, name in enumerate(CLASSES):
+            for i in range(count):
+                write_image(root / split / name / f'{i}.png', side, seed=10 * label + i)
+    return root
+
+
+@pytest.fixture(scope='module')
+def photos(tmp_path_factory):
+    return write_folder(tmp_path_factory.mktemp('photos'))
+
+
+@pytest.fixture(scope='module')
+def finished(photos, tmp_path_factory):
+    """A whole training, and its results."""
+    output = tmp_path_factory.mktemp('finished') / 'out'
+    return output, train_two_phases(photos, output=output, compare=['test_resnet'], **OPTIONS)
+
+
+def weights(output, name='phase2'):
+    return torch.load(output / 'checkpoints' / f'{name}.pth.tar', weights_only=True)['state_dict']
+
+
+def assert_same(one, other):
+    assert one.keys() == other.keys()
+    for name, weight in one.items():
+        assert torch.equal(weight, other[name]), name
+
+
+def test_results(finished):
+    output, results = finished
+    assert json.loads((output / 'results.json').read_text()) == results
+    assert results['converted_top1'] == pytest.approx(results['phase1_top1'])
+    assert results['num_train'] == results['num_validation'] == 12
+    assert results['top1'] in [pytest.approx(100 * right / 12) for right in range(13)]
+    assert 0 <= results['compare']['test_resnet'] <= 100
+    text = (output / 'results.md').read_text()
+    top1, low, high = map(float, re.search(r'\| phase 2 \| (.*) \| (.*) to (.*) \|', text).groups())
+    assert top1 == pytest.approx(results['top1'], abs=0.01)
+    assert 0 <= low < top1 < high <= 100
+    assert '| test_resnet |' in text
+    assert all(line in text for line in results['chosen'])
+
+
+def test_pictures_are_pictures(finished):
+    for name in ('curves.png', 'attention.png', 'confusion.png'):
+        with Image.open(finished[0] / name) as image:
+            assert min(image.size) > 300
+            assert len(image.convert('RGB').getcolors(1 << 24)) > 50
+
+
+def test_models_can_be_loaded_and_compute_what_was_reported(finished, photos):
+    output, results = finished
+    images, targets = [], []
+    for label, name in enumerate(CLASSES):
+        for path in sorted((photos / 'validation' / name).iterdir()):
+            images.append(path)
+            targets.append(label)
+    for folder, key in (('phase1', 'phase1_top1'), ('model', 'top1')):
+        model = timm.create_model(f'local-dir:{output / folder}', pretrained=True).eval()
+        transform = timm.data.create_transform(**{**timm_cmhsa.images.data_config(model), 'crop_pct': 1.})
+        with torch.inference_mode():
+            logits = model(torch.stack([transform(Image.open(path)) for path in images]))
+        right = (logits.argmax(dim=1) == torch.tensor(targets)).float().mean().item()
+        assert 100 * right == pytest.approx(results[key])
+    assert json.loads((output / 'model' / 'config.json').read_text())['label_names'] == list(CLASSES)
+
+
+def test_a_finished_run_is_not_done_again(finished, photos):
+    output, results = finished
+    before = {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()}
+    assert train_two_phases(photos, output=output, compare=['test_resnet'], **OPTIONS) == results
+    assert {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()} == before
+
+
+@pytest.mark.parametrize(('name', 'number'), [('phase1', 1), ('phase1', 2), ('phase2', 1), ('phase2', 2)])
+def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos, tmp_path):
+    """Killed while a checkpoint is saved: the last of phase 1 or the first of phase 2 are at the switch."""
+    left = [number]
+
+    def kill(event, args):
+        if event == 'os.rename' and str(args[1]).endswith(f'{name}.pth.tar'):
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    assert run_forked(lambda: train_two_phases(photos, output=tmp_path, **OPTIONS) and 0, kill) == -signal.SIGKILL
+    results = train_two_phases(photos, output=tmp_path, **OPTIONS)
+    assert results['top1'] == finished[1]['top1']
+    assert_same(weights(tmp_path), weights(finished[0]))
+
+
+def test_a_full_disk_keeps_the_last_checkpoint(finished, photos, tmp_path):
+    """The second checkpoint finds a full disk. With space again, the same call ends as it would have."""
+    import resource
+
+    def train():
+        train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'compare': []})
+
+    def limit(event, args):
+        if event == 'os.rename' and str(args[1]).endswith('phase1.pth.tar'):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    assert run_forked(train, limit) == 1
+    assert (tmp_path / 'checkpoints' / 'phase1.pth.tar').exists()
+    train()
+    assert_same(weights(tmp_path), weights(finished[0]))
+
+
+def test_two_processes_do_what_one_does_with_both_batches(tmp_path):
+    """Crops change nothing in images of one colour, and their order nothing if all are in a batch."""
+    for split in ('train', 'validation'):
+        for label, name in enumerate(CLASSES):
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(4):
+                Image.new('RGB', (SIDE, SIDE), (80 * label, 20 * i, 100)).save(tmp_path / split / name / f'{i}.png')
+    command = ['-m', 'timm_cmhsa.train', '--data-dir', tmp_path, '--model', 'test_cmhsa_conv_k3', '--img-size', SIDE,
+               '--epochs', 4, '--switch', 0.5, '--mixup', 0, '--cutmix', 0, '--scale', 0.9, '--no-amp',
+               '--device', 'cpu', '--ema', 0.9]
+    one = run_python(*command, '--output', tmp_path / 'one', '--batch-size', 12)
+    two = run_python(
+        '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *command, '--output', tmp_path / 'two',
+        '--batch-size', 6)
+    assert not one.returncode, one.stderr
+    assert not two.returncode, two.stderr
+    results = [json.loads((tmp_path / name / 'results.json').read_text()) for name in ('one', 'two')]
+    assert results[0]['top1'] == results[1]['top1']
+    expected, actual = (weights(tmp_path / name) for name in ('one', 'two'))
+    for name, weight in expected.items():
+        assert torch.allclose(actual[name], weight, rtol=1e-3, atol=1e-5), name
+
+
+def test_phase_1_alone(photos, tmp_path):
+    results = train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'epochs': 2, 'switch': 1})
+    assert results['converted_top1'] is None
+    assert results['top1'] == results['phase1_top1']
+    assert type(timm_cmhsa.load_model(tmp_path / 'model')).__name__ == 'CmhsaConv'
+    assert not (tmp_path / 'attention.png').exists()
+
+
+def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
+    """Norms, MLPs and the head keep the steps that phase 1 counted; attention counts its own."""
+    checkpoint = torch.load(finished[0] / 'checkpoints' / 'phase2.pth.tar', weights_only=True)
+    steps = {}
+    for group in checkpoint['optimizer']['param_groups']:
+        for index in group['params']:
+            steps.setdefault(bool(group.get('is_new')), set()).add(
+                int(checkpoint['optimizer']['state'][index]['step']))
+    assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
+
+
+def test_more_options(photos, tmp_path):
+    """A schedule for each phase, averaged weights, accumulated gradients, the best weights, gray images and a log."""
+    pytest.importorskip('tensorboard')
+    results = train_two_phases(
+        photos, output=tmp_path, separate_schedules=True, phase2_lr=1e-4, ema=0.9, grad_accum_steps=2, keep='best',
+        architecture='test_cmhsa_attn', phase2_kwargs=dict(num_heads=10), log='tensorboard', compile=False,
+        model_kwargs=dict(in_chans=1), **OPTIONS)
+    assert 'optimistic' in (tmp_path / 'results.md').read_text()
+    history = torch.load(tmp_path / 'checkpoints' / 'phase2.pth.tar', weights_only=True)['history']
+    assert results['top1'] == max(point['top1'] for point in history)
+    assert timm_cmhsa.load_model(tmp_path / 'model').blocks[0].attn.num_heads == 10
+    assert list((tmp_path / 'tensorboard').iterdir())
+
+
+def test_a_rewrite_of_ones_own(photos, tmp_path):
+    """Any model can be trained, and rewritten by any function."""
+    def rewrite(model):
+        return timm_cmhsa.attend_convs(model, 'conv1.0', (3, SIDE, SIDE))
+
+    results = train_two_phases(
+        photos, rewrite, output=tmp_path, **{**OPTIONS, 'model': 'test_resnet', 'epochs': 2})
+    assert results['converted_top1'] == pytest.approx(results['phase1_top1'])
+
+
+@pytest.mark.slow
+def test_compiled(photos, tmp_path):
+    train_two_phases(photos, output=tmp_path, compile=True, **{**OPTIONS, 'epochs': 2, 'switch': 1})
+
+
+def test_classes_alone_hold_out_every_tenth_image(tmp_path):
+    root = write_folder(tmp_path, ['.'], count=11)
+    data = open_folder(root)
+    assert len(data.train) == 27
+    assert sorted(os.path.basename(path) for path, _ in data.validation.samples) == sorted(3 * ['0.png', '9.png'])
+    assert 'every tenth image' in ' '.join(data.notes)
+    assert not {path for path, _ in data.train.samples} & {path for path, _ in data.validation.samples}
+
+
+@pytest.mark.parametrize(('side', 'size'), [(20, 32), (32, 32), (60, 64), (64, 64), (100, 96), (500, 224)])
+def test_the_image_size_fits_the_images(side, size, tmp_path):
+    data = open_folder(write_folder(tmp_path, side=side, count=1))
+    assert max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0]) == size
+
+
+def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    (root / 'train' / 'cat' / 'broken.jpg').write_bytes(b'no image')
+    Image.fromarray(np.zeros((SIDE, SIDE), dtype=np.uint16)).save(root / 'train' / 'dog' / 'deep.png')
+    write_image(root / 'train' / 'owl' / 'gray.png', mode='L')
+    data = open_folder(root)
+    assert len(data.train) == 13
+    note, = data.notes
+    assert 'left out 2 of 15 images' in note
+    assert 'broken.jpg: cannot identify' in note
+    assert 'deep.png: it has more than 8 bits' in note
+
+
+def empty_class(root):
+    (root / 'train' / 'bee').mkdir()
+
+
+def other_classes(root):
+    (root / 'validation' / 'owl').rename(root / 'validation' / 'eagle')
+
+
+def one_class(root):
+    for split in ('train', 'validation'):
+        for name in CLASSES[1:]:
+            shutil.rmtree(root / split / name)
+
+
+def one_image(root):
+    shutil.rmtree(root)
+    write_image(root / 'cat' / '0.png')
+
+
+def nested(root):
+    (root / 'train' / 'cat').rename(root / 'train' / 'pets')
+    (root / 'train' / 'cat').mkdir()
+    (root / 'train' / 'pets').rename(root / 'train' / 'cat' / 'pets')
+
+
+def all_broken(root):
+    for path in (root / 'validation' / 'dog').iterdir():
+        path.write_bytes(b'no image')
+
+
+def missing(root):
+    shutil.rmtree(root)
+
+
+@pytest.mark.parametrize(('spoil', 'options', 'message'), [
+    (empty_class, {}, 'Found no valid file for the classes bee'),
+    (other_classes, {}, 'eagle, owl: in one of'),
+    (one_class, {}, 'has one class, cat'),
+    (one_image, {}, 'has one class, cat'),
+    (nested, {}, 'is a folder in a folder'),
+    (all_broken, {}, 'dog needs a readable image'),
+    (missing, {}, 'is not a folder'),
+    (None, dict(batch_size=100), '12 training images are fewer than a step needs'),
+    (None, dict(batch_size=3), 'must be even for Mixup'),
+    (None, dict(model='nonsense'), 'nonsense is not a model of timm'),
+    (None, dict(model='resnet18'), 'Expected a phase-1 model'),
+    (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
+    (None, dict(switch=0), '--switch 0 must be from'),
+    (None, dict(epochs=0), '--epochs 0 must be from 1'),
+    (None, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
+])
+def test_bad_input_is_refused_before_any_training(spoil, options, message, photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    if spoil is not None:
+        spoil(root)
+    with pytest.raises((ValueError, TypeError, OSError), match=re.escape(message)):
+        train_two_phases(root, output=tmp_path / 'out', **options)
+    assert not (tmp_path / 'out').exists()
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    (['--data-dir', 'nowhere'], 'nowhere is not a folder'),
+    (['--epochs', 'many'], "invalid int value: 'many'"),
+])
+def test_the_command_prints_one_line(options, message, tmp_path):
+    result = run_python('-m', 'timm_cmhsa.train', '--output', tmp_path / 'out', *options)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_of_another_run_is_left_as_it_is(finished, photos):
+    with pytest.raises(ValueError, match=r'holds a run with seed=0: give another --output'):
+        train_two_phases(photos, output=finished[0], seed=1, **OPTIONS)
+
+
+def test_unknown_options(photos):
+    with pytest.raises(ValueError, match=r'learning_rate: not an option. Choose from .*lr'):
+        train_two_phases(photos, learning_rate=1e-3)
+
+
+def test_digits_are_the_same_for_a_seed(tmp_path):
+    for name in ('one', 'two'):
+        write_digits(tmp_path / name, num_train=20)
+    one, two = (sorted(path.relative_to(tmp_path / name) for path in (tmp_path / name).rglob('*.png'))
+                for name in ('one', 'two'))
+    assert one == two
+    assert len(one) == 1797
+    assert all((tmp_path / 'one' / path).read_bytes() == (tmp_path / 'two' / path).read_bytes() for path in one[:50])
+
+
+@pytest.mark.slow
+def test_the_main_job(tmp_path):
+    result = subprocess.run(
+        [sys.executable, '-m', 'timm_cmhsa.train', '--quick', '--output', tmp_path], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert (tmp_path / 'results.md').read_text() in result.stdout

@@ -1,0 +1,144 @@
+"""Train both phases on a folder of images.
+
+Phase 1 trains a convolutional model. Within one schedule, its convolutions are then rewritten, exactly, as attention,
+and phase 2 trains on.
+"""
+import argparse
+import copy
+import json
+from pathlib import Path
+from typing import Any, Callable, Dict, Optional
+
+import timm
+from timm.utils import accuracy, init_distributed_device, random_seed
+from torch import nn
+
+from ..convert import convert_model
+from ..hub import save_for_hub
+from ..images import data_config
+from ..load import PathLike
+from ..models import Cmhsa
+from .data import open_dataset, open_digits, open_folder
+from .options import add_options, check_options, choose_options, fingerprint
+from .trainer import Trained, Trainer
+
+Rewrite = Callable[[nn.Module], nn.Module]
+
+
+def train_two_phases(
+        data_dir: Optional[PathLike] = None,
+        rewrite: Optional[Rewrite] = None,
+        **options: Any,
+) -> Dict[str, Any]:
+    """Train a model in two phases, or go on where that was stopped. Write models, tables and pictures.
+
+    Args:
+        data_dir: Folder with `train/CLASS/*` and `validation/CLASS/*`, or with `CLASS/*` alone; by default the digits
+            that scikit-learn ships.
+        rewrite: Function that returns phase 2's model, given that of phase 1. By default `convert_model`, with the
+            options `architecture` and `phase2_kwargs`.
+        **options: Those of the command `python -m timm_cmhsa.train`, such as `output='out'` or `img_size=64`.
+
+    Returns:
+        Content of `results.json`: `phase1_top1` and `converted_top1`, right before and after the rewrite, `top1` at the
+        end, in percent on the validation images, and more.
+
+    Raises:
+        ValueError: If options or images are bad. Nothing was trained.
+        OSError: If the output cannot be written. The same call goes on from the last checkpoint.
+    """
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args([])
+    unknown = ', '.join(sorted(options.keys() - vars(args).keys()))
+    if unknown:
+        raise ValueError(f'{unknown}: not an option. Choose from {", ".join(sorted(vars(args)))}.')
+    vars(args).update(options, data_dir=data_dir)
+    return run(args, rewrite)
+
+
+def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
+    """Do what `train_two_phases` does, for the options of the command."""
+    from .report import write_report  # matplotlib should be missing before the training, not after it
+
+    def to_phase2(model: nn.Module) -> nn.Module:
+        if rewrite is None:
+            return convert_model(model, args.architecture, **args.phase2_kwargs)
+        return rewrite(copy.deepcopy(model))
+
+    args.output = Path(args.output)
+    init_distributed_device(args)
+    check_options(args)
+    if args.dataset:
+        data = open_dataset(args.dataset, Path(args.data_dir or 'data'), args.download)
+    else:
+        data = open_folder(Path(args.data_dir)) if args.data_dir else open_digits(args)
+    chosen = [*data.notes, *choose_options(args, data)]
+    switch = round(args.switch * args.epochs)
+    random_seed(args.seed)
+    model = _create(args.model, args, len(data.class_names), **args.model_kwargs)
+    if switch < args.epochs:
+        to_phase2(model)  # what cannot be rewritten should fail now
+    _note_options(args)
+    say = print if args.rank == 0 else (lambda *_, **__: None)
+    say(*chosen, sep='\n')
+    trainer = Trainer(args, data, data_config(model))
+
+    epochs1, epochs2 = range(switch), range(switch, args.epochs)
+    schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
+    phase1 = final = trainer.fit('phase1', model, epochs1, schedules[0])
+    results: Dict[str, Any] = {'phase1_top1': trainer.validate(phase1.judged)['top1'], 'converted_top1': None}
+    converted = None
+    if epochs2:
+        converted = to_phase2(phase1.judged)
+        results['converted_top1'] = trainer.validate(converted)['top1']
+        say('top-1 before the rewrite {phase1_top1:.2f} %, after it {converted_top1:.2f} %'.format(**results))
+        final = trainer.fit('phase2', to_phase2(phase1.model), epochs2, schedules[1], phase1, converted)
+    others = {name: _compare(name, args, trainer, final) for name in args.compare}
+    if args.rank:
+        return results
+    for name, trained in dict(phase1=phase1, model=final).items():
+        if isinstance(trained.model, Cmhsa):
+            save_for_hub(trained.judged, args.output / name, force=True, label_names=data.class_names)
+    logits, targets = trainer.predict(final.judged)
+    results.update(
+        top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
+        num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
+        compare={name: trainer.validate(other.judged)['top1'] for name, other in others.items()},
+        chosen=chosen, options=fingerprint(args))
+    curves = {'phase 1': phase1.history, **({'phase 2': final.history} if epochs2 else {}),
+              **{name: other.history for name, other in others.items()}}
+    attention = {} if converted is None else {'before phase 2': converted, 'after phase 2': final.judged}
+    write_report(args.output, results, curves, data.class_names, logits, targets, attention, trainer.images())
+    say((args.output / 'results.md').read_text(encoding='utf-8'))
+    return results
+
+
+def _create(name: str, args: argparse.Namespace, num_classes: int, **kwargs: Any) -> nn.Module:
+    try:
+        return timm.create_model(name, num_classes=num_classes, img_size=args.img_size, **kwargs)
+    except TypeError:  # convolutional networks take any size
+        return timm.create_model(name, num_classes=num_classes, **kwargs)
+
+
+def _note_options(args: argparse.Namespace) -> None:
+    """Refuse an output folder with another run, and write down the options of this one."""
+    path, options = args.output / 'options.json', fingerprint(args)
+    if path.exists():
+        before = json.loads(path.read_text(encoding='utf-8'))
+        changed = [f'{key}={before.get(key)}' for key, value in options.items() if before.get(key) != value]
+        if changed:
+            raise ValueError(f'{args.output} holds a run with {", ".join(changed)}: give another --output.')
+    elif args.rank == 0:
+        args.output.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(options, indent=2), encoding='utf-8')
+
+
+def _compare(name: str, args: argparse.Namespace, trainer: Trainer, final: Trained) -> Trained:
+    """Train another model for as much time, on the same images and by the same schedule."""
+    num_classes = trainer.num_classes
+    random_seed(args.seed)
+    epoch = trainer.fit(f'{name}-timing', _create(name, args, num_classes), range(1), range(1))
+    random_seed(args.seed)
+    epochs = range(max(round(final.seconds / epoch.seconds), 1))
+    return trainer.fit(name, _create(name, args, num_classes), epochs, epochs)

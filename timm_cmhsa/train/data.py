@@ -1,0 +1,125 @@
+"""Images to train on: a folder, a data set that timm knows, or the digits that scikit-learn ships."""
+import argparse
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from typing import Any, List, NamedTuple
+
+import numpy as np
+from PIL import Image
+from timm.data import create_dataset
+from torch.distributed import barrier
+from torchvision.datasets import ImageFolder
+from tqdm import tqdm
+
+from ..errors import one_line
+from ..images import open_image
+
+VALIDATION_NAMES = 'validation', 'val', 'test'
+HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
+CANVAS, DIGIT = 32, 16  # pixels
+
+
+class Data(NamedTuple):
+    """Images to train and to validate on, of which timm's loader sets the transform."""
+    train: Any
+    validation: Any
+    class_names: List[str]
+    side: int  # the shorter one, of the median image, pixels
+    notes: List[str]  # what was found or assumed
+
+
+def open_folder(root: Path) -> Data:
+    """Open `train/CLASS/*` and `validation/CLASS/*`, or `CLASS/*` alone, from which every tenth image is held out.
+
+    Raises:
+        ValueError: If it is not such a folder, or training and validation have other classes.
+        FileNotFoundError: If a class is empty.
+    """
+    if not root.is_dir():
+        raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
+    held_out = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
+    root = root / 'train' if (root / 'train').is_dir() else root
+    notes: List[str] = []
+    if held_out is not None:
+        train, validation = _read(root, notes), _read(held_out, notes)
+        if train.classes != validation.classes:
+            names = ', '.join(sorted(set(train.classes) ^ set(validation.classes))[:5])
+            raise ValueError(f'{names}: in one of {root} and {held_out} only. Both need the same classes.')
+    else:
+        train = _read(root, notes)
+        validation, by_class = copy.copy(train), [
+            [sample for sample in train.samples if sample[1] == i] for i in range(len(train.classes))]
+        validation.samples = [sample for samples in by_class for sample in samples[::HELD_OUT]]
+        train.samples = [sample for samples in by_class for i, sample in enumerate(samples) if i % HELD_OUT]
+        notes.append(f'every tenth image of a class in {root} is held out for validation')
+    for i, name in enumerate(train.classes):
+        if any(all(target != i for _, target in part.samples) for part in (train, validation)):
+            raise ValueError(f'{root}: {name} needs a readable image to train on and another one to validate on.')
+    sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
+    return Data(train, validation, train.classes, round(median(sides)), notes)
+
+
+def _read(root: Path, notes: List[str]) -> ImageFolder:
+    """Return the images of a folder, without those that cannot be read, which are noted."""
+    images = ImageFolder(str(root))
+    if len(images.classes) < 2:
+        raise ValueError(f'{root} has one class, {images.classes[0]}: expected two folders of images or more.')
+    for path, _ in images.samples:
+        if Path(path).parent.parent != root:
+            raise ValueError(f'{Path(path).parent} is a folder in a folder: expected {root}/CLASS/IMAGE.')
+    with ThreadPoolExecutor() as pool:
+        checks = pool.map(_why_unreadable, (path for path, _ in images.samples))
+        reasons = list(tqdm(checks, 'reading images', len(images), leave=False, disable=None))
+    bad = [f'{path}: {reason}' for (path, _), reason in zip(images.samples, reasons) if reason]
+    if bad:
+        notes.append(f'left out {len(bad)} of {len(images)} images that cannot be used ({"; ".join(bad[:3])})')
+    images.samples = [sample for sample, reason in zip(images.samples, reasons) if not reason]
+    return images
+
+
+def _why_unreadable(path: str) -> str:
+    try:
+        with open_image(path) as image:
+            image.draft('RGB', (32, 32))  # decodes JPEG faster
+            image.load()
+    except Exception as e:  # decoders raise anything
+        return one_line(e).rstrip('.')
+    return ''
+
+
+def open_dataset(name: str, root: Path, download: bool) -> Data:
+    """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
+    train, validation = (
+        create_dataset(name, root=str(root), split=split, download=download) for split in ('train', 'validation'))
+    classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
+    if not classes:
+        raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
+    return Data(train, validation, [str(each) for each in classes], min(train[0][0].size), [])
+
+
+def open_digits(args: argparse.Namespace) -> Data:
+    """Open the digits that scikit-learn ships, and set options that fit them."""
+    args.model_kwargs = args.model_kwargs or dict(depth=4, hidden_chans=3)
+    args.no_flip = True
+    folder = args.output / 'digits'
+    if args.rank == 0:
+        write_digits(folder, seed=args.seed)
+    if args.distributed:
+        barrier()
+    return open_folder(folder)
+
+
+def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS) -> None:
+    """Write scikit-learn's handwritten digits, each at a random place of a canvas, as a folder for `open_folder`."""
+    from sklearn.datasets import load_digits
+
+    digits, rng = load_digits(), np.random.RandomState(seed)
+    for i, index in enumerate(rng.permutation(len(digits.images)).tolist()):
+        image = Image.new('L', (canvas, canvas))
+        digit = Image.fromarray((digits.images[index] * 255 / 16).astype(np.uint8)).resize((DIGIT, DIGIT))
+        image.paste(digit, tuple(rng.randint(0, canvas - DIGIT + 1, size=2)))
+        path = folder / ('train' if i < num_train else 'validation') / str(digits.target[index]) / f'{index:04}.png'
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save(path)

@@ -1,0 +1,123 @@
+"""The options of a training, and what is chosen where they are left out."""
+import argparse
+import math
+import os
+from pathlib import Path
+from typing import Any, Dict, List
+
+import timm
+import torch
+from timm.utils import ParseKwargs
+
+from .data import Data
+
+SIZES = 32, 64, 96, 128, 224  # pixels
+STEPS = 4000  # of both phases, if the epochs are left out
+WITHOUT_EFFECT = {  # on what is trained
+    'amp_dtype', 'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'quick', 'rank', 'workers'}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group('images').add_argument
+    add('--data-dir', metavar='DIR', type=Path,
+        help='train/CLASS/* and validation/CLASS/*, or CLASS/* alone (default: digits of scikit-learn)')
+    add('--dataset', metavar='NAME', help="data set of timm's create_dataset, such as torch/cifar10, in DIR")
+    add('--download', action='store_true', help='download the data set')
+    add('--img-size', metavar='S', type=int, help='pixels of a side')
+    add('--output', metavar='OUT', type=Path, default=Path('output/two_phases'), help='folder (default: %(default)s)')
+    add = parser.add_argument_group('models').add_argument
+    add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
+    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs, help='its arguments')
+    add('--architecture', metavar='NAME', help='phase-2 model (default: cmhsa_attn_soft)')
+    add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
+        help='arguments of convert_model, such as peak=0.5')
+    add('--compare', metavar='MODEL', nargs='+', default=[], help='train these models of timm for as much time, too')
+    add = parser.add_argument_group('schedule').add_argument
+    add('--epochs', metavar='N', type=int, help=f'of both phases (default: about {STEPS} steps)')
+    add('--switch', metavar='F', type=float, default=0.6, help='share of phase 1 (default: %(default)s)')
+    add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
+    add('--batch-size', metavar='N', type=int, help='images of a step, for each process')
+    add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
+    add('--lr', type=float, default=1e-3, help='learning rate (default: %(default)s)')
+    add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
+    add('--warmup-epochs', metavar='N', type=int, default=5, help='(default: %(default)s)')
+    add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
+    add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
+    add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
+    add('--keep', choices=('last', 'best'), default='last',
+        help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
+    add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
+    add = parser.add_argument_group('augmentation', "DeiT's, fit to the image size").add_argument
+    add('--no-flip', action='store_true', help='never mirror images, for example of letters')
+    add('--aa', metavar='POLICY', help="timm's RandAugment; '' for none")
+    add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')
+    add('--mixup', metavar='A', type=float, default=0.8, help='(default: %(default)s)')
+    add('--cutmix', metavar='A', type=float, default=1., help='(default: %(default)s)')
+    add('--mixup-prob', metavar='P', type=float, help='of Mixup or CutMix in a batch')
+    add('--reprob', metavar='P', type=float, help='probability of random erasing')
+    add('--smoothing', metavar='F', type=float, default=0.1, help='label smoothing (default: %(default)s)')
+    add = parser.add_argument_group('running').add_argument
+    add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='(default: %(default)s)')
+    add('--no-amp', action='store_true', help='train in float32')
+    add('--compile', action='store_true', help='torch.compile')
+    add('--workers', metavar='N', type=int, help='processes that read images')
+    add('--log', choices=('tensorboard', 'wandb'), help='where to log curves, too')
+    add('--quick', action='store_true', help='four epochs, to try it')
+
+
+def check_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for options that fit no images."""
+    for names, least, most in (
+            ('img_size epochs batch_size grad_accum_steps', 1, math.inf), ('switch lr phase2_lr', 1e-9, 1),
+            ('ema scale mixup_prob reprob smoothing', 0, 1), ('warmup_epochs mixup cutmix workers seed', 0, math.inf)):
+        for name in names.split():
+            value = getattr(args, name)
+            if value is not None and not least <= value <= most:
+                raise ValueError(f'--{name.replace("_", "-")} {value} must be from {least} to {most}.')
+    for name in filter(None, (args.model, *args.compare)):
+        if not timm.is_model(name):
+            raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
+
+
+def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
+    """Choose what was left out, and return what was chosen and why, a line for each choice.
+
+    Raises:
+        ValueError: If there are fewer images than a batch needs.
+    """
+    notes, args.num_images = [], len(data.train)
+
+    def choose(name: str, value: Any, reason: str) -> None:
+        if getattr(args, name) is None:
+            setattr(args, name, value)
+            notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
+
+    size = max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0])
+    choose('img_size', size, f'the shorter side of the images is {data.side} pixels')
+    is_small = args.img_size <= 64
+    if args.model is None and 32 < args.img_size < 224:
+        args.model_kwargs = dict(patch_size=8, hidden_chans=3, **args.model_kwargs)
+    choose('model', 'cmhsa_conv_k5_patch4_32' if args.img_size < 224 else 'cmhsa_conv_k5', 'fits the image size')
+    choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
+    steps = args.num_images // (args.batch_size * args.grad_accum_steps * args.world_size)
+    if not steps:
+        raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
+    if (args.mixup or args.cutmix) and args.batch_size % 2:
+        raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
+    choose('epochs', 4 if args.quick else min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
+    choose('aa', '' if is_small else 'rand-m9-mstd0.5-inc1', 'none for small images' if is_small else "DeiT's")
+    choose('scale', 1. if is_small else 0.08, 'small images are shifted' if is_small else "DeiT's")
+    choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")
+    choose('reprob', 0. if is_small else 0.25, 'none for small images' if is_small else "DeiT's")
+    choose('workers', min(os.cpu_count() or 1, 4) if args.num_images * args.img_size > 500_000 else 0, 'processors')
+    device, args.amp_dtype = torch.device(args.device), None
+    if not args.no_amp and device.type == 'cuda':
+        args.amp_dtype = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
+    elif not args.no_amp and device.type == 'cpu' and torch.cpu._is_avx512_bf16_supported():
+        args.amp_dtype = 'bfloat16'  # emulation would be slower than float32
+    return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
+
+
+def fingerprint(args: argparse.Namespace) -> Dict[str, Any]:
+    """Return the options that decide what is trained."""
+    return {key: str(value) for key, value in vars(args).items() if key not in WITHOUT_EFFECT}

@@ -1,0 +1,107 @@
+"""What a training leaves behind: tables and pictures."""
+import json
+from pathlib import Path
+from typing import Any, Dict, List
+
+import torch
+from matplotlib.figure import Figure
+from scipy.stats import binomtest
+from sklearn.metrics import ConfusionMatrixDisplay
+from torch import nn
+
+from ..plots import attention_figure, attention_from, mean_attention
+from .trainer import Point
+
+MAX_CLASSES = 20  # of a confusion matrix
+
+LOAD = '''```python
+import timm, timm_cmhsa, timm_cmhsa.plots
+
+model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
+timm_cmhsa.plots.plot_attention(model, '{folder}/attention', IMAGES)  # look at it
+timm_cmhsa.push_to_hub(model, 'USER/NAME')  # publish it
+```'''
+
+
+def write_report(
+        output: Path,
+        results: Dict[str, Any],
+        curves: Dict[str, List[Point]],
+        class_names: List[str],
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        models: Dict[str, nn.Module],
+        images: torch.Tensor,
+) -> None:
+    """Write results.json, results.md and pictures.
+
+    Args:
+        output: Folder.
+        results: Content of results.json.
+        curves: Points of every training, by its title.
+        class_names: Names of the classes.
+        logits, targets: Of the validation images.
+        models: Models with attention, by title.
+        images: Some validation images, to see where they attend.
+    """
+    pictures = {'curves.png': draw_curves(curves)}
+    if models:
+        pictures['attention.png'] = draw_attention(models, images)
+    if len(class_names) <= MAX_CLASSES:
+        pictures['confusion.png'] = draw_confusion(logits, targets, class_names)
+    for name, figure in pictures.items():
+        figure.savefig(output / name)
+    (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')
+    (output / 'results.md').write_text(markdown(output, results, list(pictures)), encoding='utf-8')
+
+
+def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
+    """Return results.md. The intervals are Wilson's."""
+    number = results['num_validation']
+    rows = {'phase 1': results['phase1_top1']}
+    if results['converted_top1'] is not None:
+        rows.update({'converted': results['converted_top1'], 'phase 2': results['top1']})
+    lines = [
+        '# Results', '',
+        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval for other images of the same kind. '
+        f'{results["num_train"]} training images, {results["seconds"] / 60:.1f} minutes of training, '
+        f'{results["parameters"] / 1e6:.2f} M parameters.']
+    if results['options']['keep'] == 'best':
+        lines.append('The best weights were chosen on the validation images, so their accuracy is optimistic.')
+    lines += ['', '| | top-1 | 95 % |', '|---|---:|---:|']
+    for title, top1 in {**rows, **results['compare']}.items():
+        low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
+        lines.append(f'| {title} | {top1:.2f} | {100 * low:.1f} to {100 * high:.1f} |')
+    lines += ['', *(f'![{name}]({name})' for name in pictures), '', LOAD.format(folder=output), '', 'Chosen:', '']
+    return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])
+
+
+def draw_curves(curves: Dict[str, List[Point]]) -> Figure:
+    """Draw training loss and validation accuracy over the training time."""
+    figure = Figure((10, 4), dpi=120, layout='constrained')
+    for axis, key, label in zip(figure.subplots(1, 2), ('train_loss', 'top1'), ('training loss', 'top-1, %')):
+        for title, points in curves.items():
+            axis.plot([point['seconds'] / 60 for point in points], [point[key] for point in points], label=title)
+        axis.set(xlabel='training time, minutes', ylabel=label)
+        axis.grid(alpha=0.3)
+    axis.legend()
+    return figure
+
+
+def draw_attention(models: Dict[str, nn.Module], images: torch.Tensor) -> Figure:
+    """Draw where heads of the first and the last layer look from the centre, mean of some images."""
+    maps = {title: mean_attention(model, images)[0] for title, model in models.items()}
+    layers = list(next(iter(maps.values())))
+    rows = {f'{layer}, {title}': attention_from(maps[title][layer])
+            for layer in dict.fromkeys((layers[0], layers[-1])) for title in models}
+    return attention_figure(rows, f'Attention, mean of {len(images)} validation images')
+
+
+def draw_confusion(logits: torch.Tensor, targets: torch.Tensor, class_names: List[str]) -> Figure:
+    """Draw how many images of every class were taken for which."""
+    size = 3 + 0.4 * len(class_names)
+    figure = Figure((size, size), dpi=120, layout='constrained')
+    ConfusionMatrixDisplay.from_predictions(
+        targets.numpy(), logits.argmax(dim=1).numpy(), labels=range(len(class_names)), display_labels=class_names,
+        cmap='Blues', colorbar=False, xticks_rotation='vertical', ax=figure.subplots())
+    return figure

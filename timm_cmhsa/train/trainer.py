@@ -1,0 +1,260 @@
+"""Train a model for some epochs of a schedule. A training that was stopped goes on to the same weights."""
+import itertools
+import time
+from argparse import Namespace
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import torch
+import torch.nn.functional as F
+from timm.data import Mixup, create_loader
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from timm.utils import ModelEmaV3, NativeScaler, accuracy, random_seed, reduce_tensor
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
+from tqdm import tqdm
+
+from .data import Data
+from .options import fingerprint
+
+NUM_POINTS = 50  # of a curve: how often a training is validated and saved
+NUM_DRAWN = 32  # images whose attention is drawn
+WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
+
+Point = Dict[str, float]  # of a curve
+
+
+@dataclass
+class Trained:
+    """A model in training, and everything else that a checkpoint holds."""
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    average: Optional[ModelEmaV3] = None
+    scaler: Optional[NativeScaler] = None
+    history: List[Point] = field(default_factory=list)
+
+    @property
+    def judged(self) -> nn.Module:
+        """Return the model to judge and to save: the averaged one, if there is one."""
+        return self.model if self.average is None else self.average.module
+
+    @property
+    def seconds(self) -> float:
+        """Return the training time so far, with that of an earlier phase."""
+        return self.history[-1]['seconds'] if self.history else 0.
+
+    def _parts(self) -> Dict[str, Any]:
+        parts = dict(state_dict=self.model, optimizer=self.optimizer, amp_scaler=self.scaler)
+        if self.average is not None:
+            parts['state_dict_ema'] = self.average.module
+        return {name: part for name, part in parts.items() if part is not None}
+
+    def save(self, path: Path) -> None:
+        """Save a checkpoint. A kill or a full disk at any moment leaves the old one or the new one."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {name: part.state_dict() for name, part in self._parts().items()}
+        torch.save({'history': self.history, **state}, path.with_suffix('.part'))
+        path.with_suffix('.part').replace(path)
+
+    def load(self, path: Path) -> None:
+        checkpoint = torch.load(path, map_location='cpu', weights_only=True)
+        self.history = checkpoint['history']
+        for name, part in self._parts().items():
+            part.load_state_dict(checkpoint[name])
+
+
+class Trainer:
+    """What all trainings of a run share: images, options and device."""
+
+    def __init__(self, args: Namespace, data: Data, config: Dict[str, Any]) -> None:
+        """
+        Args:
+            args: Options of `python -m timm_cmhsa.train`, complete.
+            data: Images.
+            config: How timm prepares images, see `data_config`.
+        """
+        self.args, self.num_classes, self.device = args, len(data.class_names), torch.device(args.device)
+        size, is_cuda = (config['input_size'][0], args.img_size, args.img_size), self.device.type == 'cuda'
+        common: Dict[str, Any] = dict(
+            input_size=size, mean=config['mean'], std=config['std'], interpolation=config['interpolation'],
+            num_workers=args.workers, device=self.device, use_prefetcher=is_cuda, pin_memory=is_cuda,
+            persistent_workers=False)  # an epoch then depends on its seed alone
+        self.loader = create_loader(
+            data.train, batch_size=args.batch_size, is_training=True, distributed=args.distributed,
+            scale=(args.scale, 1.), hflip=0. if args.no_flip else 0.5, color_jitter=0., auto_augment=args.aa or None,
+            re_prob=args.reprob, **common)
+        if args.scale == 1:  # shift images instead of cropping them, as DeiT does with small ones
+            resize = Resize(size[1:], InterpolationMode(config['interpolation']))
+            data.train.transform.transforms[0] = Compose([resize, RandomCrop(size[1:], padding=size[-1] // 8)])
+        self.val_loader = create_loader(data.validation, batch_size=2 * args.batch_size, crop_pct=1., **common)
+        self.updates = max(len(self.loader) // args.grad_accum_steps, 1)  # of an epoch
+        self.mixup, self.loss_fn = None, LabelSmoothingCrossEntropy(args.smoothing)
+        if args.mixup or args.cutmix:
+            self.mixup = Mixup(args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
+                               num_classes=self.num_classes)
+            self.loss_fn = SoftTargetCrossEntropy()
+        for dataset in (data.train, data.validation):
+            if size[0] == 1:
+                dataset.transform.transforms.insert(0, Grayscale())
+        self.writer = _make_writer(args)
+
+    def fit(
+            self,
+            name: str,
+            model: nn.Module,
+            epochs: range,
+            schedule: range,
+            before: Optional[Trained] = None,
+            average: Optional[nn.Module] = None,
+    ) -> Trained:
+        """Train a model, or go on where this was stopped.
+
+        Args:
+            name: Name of the checkpoint.
+            model: Model to train.
+            epochs: Epochs to train.
+            schedule: Epochs of the learning rate's schedule, of which those can be a part.
+            before: What was trained before the rewrite. What its optimizer knows about parameters that stay is kept.
+            average: Model that the average of weights starts from, if one is asked for; by default the model.
+        """
+        args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
+        model.to(self.device)
+        state = Trained(model, self._optimizer(model, before))
+        if args.ema:
+            state.average = ModelEmaV3(average or model, args.ema, use_warmup=True)
+        if args.amp_dtype == 'float16':
+            state.scaler = NativeScaler(self.device.type)
+        scheduler, _ = create_scheduler_v2(
+            state.optimizer, num_epochs=len(schedule), min_lr=args.lr / 100, warmup_lr=1e-6,
+            warmup_epochs=min(args.warmup_epochs, len(schedule) // 4), step_on_epochs=False,
+            updates_per_epoch=self.updates)
+        if path.exists():
+            state.load(path)
+        trained: Any = torch.compile(model) if args.compile else model
+        if args.distributed:
+            trained = DistributedDataParallel(trained)
+        first = int(state.history[-1]['epoch']) if state.history else epochs.start
+        seconds = state.seconds or (before.seconds if before else 0.)
+        with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
+                  unit='step', disable=args.rank != 0) as progress:
+            for epoch in range(first, epochs.stop):
+                loss, duration = self._train_epoch(epoch, epochs, schedule, trained, state, scheduler, progress)
+                seconds += duration
+                if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
+                    continue
+                point = dict(epoch=epoch + 1, train_loss=loss, seconds=seconds, **self.validate(state.judged))
+                state.history.append(point)
+                if args.rank == 0:
+                    if args.keep == 'best' and point['top1'] == max(each['top1'] for each in state.history):
+                        state.save(path.with_stem(f'{name}-best.pth'))
+                    state.save(path)
+                    for key, value in point.items():
+                        self.writer and self.writer.add_scalar(f'{name}/{key}', value, epoch + 1)
+                progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
+        if args.keep == 'best' and before and args.rank == 0:
+            state.load(path.with_stem(f'{name}-best.pth'))
+        return state
+
+    def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
+        """Create an optimizer. Parameters that `before` does not have get groups of their own, to warm up."""
+        args = self.args
+        lr = args.phase2_lr if before and args.phase2_lr else args.lr
+        optimizer = create_optimizer_v2(model, args.opt, lr=lr, weight_decay=args.weight_decay)
+        if before is None or args.separate_schedules:
+            return optimizer
+        old = dict(before.model.named_parameters())
+        kept = {parameter: old[name] for name, parameter in model.named_parameters()
+                if name in old and old[name].shape == parameter.shape}
+        optimizer.state.update(
+            {parameter: before.optimizer.state[source] for parameter, source in kept.items()
+             if source in before.optimizer.state})
+        for group in list(optimizer.param_groups):
+            new = [parameter for parameter in group['params'] if parameter not in kept]
+            group['params'] = [parameter for parameter in group['params'] if parameter in kept]
+            optimizer.add_param_group({**group, 'params': new, 'is_new': True})
+        return optimizer
+
+    def _train_epoch(
+            self,
+            epoch: int,
+            epochs: range,
+            schedule: range,
+            model: nn.Module,
+            state: Trained,
+            scheduler: Scheduler,
+            progress: tqdm,
+    ) -> Tuple[float, float]:
+        """Train an epoch, whose randomness depends on the seed and its number alone. Return mean loss and seconds."""
+        args, optimizer, scaler, start = self.args, state.optimizer, state.scaler, time.perf_counter()
+        random_seed(args.seed * 100_003 + epoch, args.rank)
+        if args.distributed:
+            self.loader.sampler.set_epoch(epoch)
+        warmup = max(WARMUP_OF_NEW * len(schedule) * self.updates, 1)
+        batches, total = iter(self.loader), torch.zeros((), device=self.device)
+        dtype = getattr(torch, args.amp_dtype or 'bfloat16')
+        autocast = torch.autocast(self.device.type, dtype, enabled=bool(args.amp_dtype))
+        model.train()
+        for update in range(epoch * self.updates, (epoch + 1) * self.updates):
+            for group in optimizer.param_groups:
+                if group.get('is_new'):
+                    group['lr_scale'] = min((update - epochs.start * self.updates + 1) / warmup, 1.)
+            scheduler.step_update(update - schedule.start * self.updates)
+            optimizer.zero_grad()
+            for i, (images, targets) in enumerate(itertools.islice(batches, args.grad_accum_steps), 1):
+                images, targets = images.to(self.device), targets.to(self.device)
+                if self.mixup is not None:
+                    images, targets = self.mixup(images, targets)
+                with autocast:
+                    logits = model(images)
+                loss = self.loss_fn(logits.float(), targets) / args.grad_accum_steps
+                total += loss.detach()
+                if scaler is None:
+                    loss.backward()
+                else:
+                    scaler(loss, optimizer, need_update=i == args.grad_accum_steps)
+            if scaler is None:
+                optimizer.step()
+            if state.average is not None:
+                state.average.update(state.model, step=update)
+            progress.update()
+        measured = total.new_tensor([total.item() / self.updates, time.perf_counter() - start])
+        loss, seconds = (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
+        return loss, seconds
+
+    def predict(self, model: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of all validation images in float32, (N, num_classes), and their classes, (N,)."""
+        model.to(self.device).eval()
+        logits, targets = [], []
+        with torch.inference_mode():
+            for images, target in self.val_loader:
+                logits.append(model(images.to(self.device)).cpu())
+                targets.append(target.cpu())
+        return torch.cat(logits), torch.cat(targets)
+
+    def validate(self, model: nn.Module) -> Point:
+        """Return loss and top-1 accuracy, in percent, on the validation images."""
+        logits, targets = self.predict(model)
+        return {'loss': F.cross_entropy(logits, targets).item(), 'top1': accuracy(logits, targets)[0].item()}
+
+    def images(self) -> torch.Tensor:
+        """Return some validation images of all classes, as the models get them: shape (B, C, H, W)."""
+        each = -(-NUM_DRAWN // len(self.val_loader))
+        return torch.cat([images[:each] for images, _ in self.val_loader])[:NUM_DRAWN]
+
+
+def _make_writer(args: Namespace) -> Any:
+    """Return what logs curves for TensorBoard or Weights & Biases, if asked for."""
+    if args.log is None or args.rank:
+        return None
+    from torch.utils.tensorboard import SummaryWriter
+
+    if args.log == 'wandb':
+        import wandb
+
+        wandb.init(project='timm_cmhsa', name=args.output.name, config=fingerprint(args), sync_tensorboard=True)
+    return SummaryWriter(str(args.output / 'tensorboard'))
