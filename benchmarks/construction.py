@@ -1,8 +1,7 @@
 """Rewriting the six convolutions of the paper's model: python benchmarks/construction.py
 
 Time and memory of the exact rewrite; peak extra memory is what the process needs at most beyond the finished layers,
-relative to their size; it is read from the operating system in a process of its own. Then the errors of approximate
-rewrites with fewer or thinner heads: root mean square over an image of white noise, relative to the convolution's.
+relative to their size; it is read from the operating system in a process of its own.
 """
 import argparse
 import platform
@@ -16,10 +15,9 @@ import timm
 import torch
 from torch import nn
 
-from timm_cmhsa import RelPosAttention, conv2d_to_attention, patchify
+from timm_cmhsa import RelPosAttention, conv2d_to_attention
 
 DEPTH = 6
-FEW_HEADS = (4, 768), (8, 768), (12, 64), (16, 64), (12, 96), (15, 96)  # number and width
 
 
 def main() -> None:
@@ -43,12 +41,6 @@ def main() -> None:
         seconds = [construct(kernel_size)[1] for _ in range(args.repeats + 1)][1:]
         print(f'| {kernel_size} x {kernel_size} | {statistics.median(seconds):.2f} s | '
               f'{min(seconds):.2f} to {max(seconds):.2f} s | {memory[kernel_size]} |')
-    print('\n| heads | ' + ' | '.join(f'{k} x {k}, error' for k in kernel_sizes) + ' |')
-    print('|---|' + '---:|' * len(kernel_sizes))
-    for num_heads, head_dim in FEW_HEADS:
-        errors = [approximation_errors(kernel_size, num_heads, head_dim) for kernel_size in kernel_sizes]
-        cells = [f'{100 * statistics.mean(e):.1f} ± {100 * statistics.stdev(e):.1f} %' for e in errors]
-        print(f'| {num_heads} of {head_dim} | ' + ' | '.join(cells) + ' |')
 
 
 def construct(kernel_size: int) -> tuple[list[RelPosAttention], float]:
@@ -61,17 +53,6 @@ def construct(kernel_size: int) -> tuple[list[RelPosAttention], float]:
 
 def random_convs(kernel_size: int) -> list[nn.Conv2d]:
     return [nn.Conv2d(3, 3, kernel_size, padding=kernel_size // 2) for _ in range(DEPTH)]
-
-
-@torch.no_grad()
-def approximation_errors(kernel_size: int, num_heads: int, head_dim: int) -> list[float]:
-    torch.manual_seed(0)
-    image, errors = torch.randn(1, 3, 224, 224), []
-    for conv in random_convs(kernel_size):
-        attn = conv2d_to_attention(conv, 16, 14, num_heads, head_dim, approximate=True)
-        expected = patchify(conv(image), 16)
-        errors.append(((attn(patchify(image, 16)) - expected).norm() / expected.norm()).item())
-    return errors
 
 
 def measure_memory(kernel_size: int) -> None:

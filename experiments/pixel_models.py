@@ -17,6 +17,7 @@ from typing import Any, Dict, List, NamedTuple
 
 import timm
 import torch
+from centers import center_figure, gaussians
 from common.data import DIGIT
 from common.options import add_repeats, make_parser, positive_float, positive_int
 from common.report import markdown_table, spread, write_whole
@@ -27,7 +28,6 @@ from common.training import BATCH_SIZE, Stage, evaluate, num_params, train
 from timm_cmhsa import attention_maps, head_statistics, load_model
 from timm_cmhsa.analysis import HeadStatistics
 from timm_cmhsa.pixel import prune_degenerate_heads
-from timm_cmhsa.pixel.plots import center_figure, gaussians
 from timm_cmhsa.plots import in_order_of_training, plot_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))

@@ -1,6 +1,6 @@
 """How wide should the heads of phase 2 be? Accuracy against training time: python experiments/thin_heads.py
 
-The task of examples/two_phase.py (digits at a random place on a canvas, 400 training images), kernels 3 and 5, 5 seeds.
+The task is digits at a random place on a canvas, 400 training images, kernels 3 and 5, 5 seeds.
 Every choice of heads starts from the same phase-1 models, converted exactly, and has its own best learning rate by the
 validation images of one more seed; the test images choose nothing. About 45 minutes on 2 cores.
 

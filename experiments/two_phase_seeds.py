@@ -1,37 +1,41 @@
-"""The table of examples/two_phase.py over several seeds: python experiments/two_phase_seeds.py
+"""Both phases on the digits, and each model alone for as many epochs, over seeds: python experiments/two_phase_seeds.py
 
-Every seed has its own training images, positions, weights and order; further options are those of the example. What was
-stopped goes on where it stopped.
+Every seed has its own training images, places, weights and order. The output folder gets the table, and a folder for
+each run. What was stopped goes on where it stopped.
 """
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, Dict, List
 
 from common.options import make_parser
 from common.report import markdown_table, seeds_note, spread, write_whole
 
-EXAMPLE = Path(__file__).parents[1] / 'examples' / 'two_phase.py'
+from timm_cmhsa.train import train_two_phases
+
+ATTENTION = dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4)
+ROWS: Dict[str, Dict[str, Any]] = {
+    'two phases': {},
+    'phase 1 alone': dict(switch=1),
+    'attention alone': dict(switch=1, model='cmhsa_attn_soft', model_kwargs=ATTENTION, lr=1e-3),
+}
 
 
 def main() -> None:
-    args, options = make_parser(__doc__, 'two_phase_seeds', seeds=3).parse_known_args()
-    results = []
-    for seed in range(args.seeds):
-        folder = args.output / f'seed{seed}'
-        subprocess.run([sys.executable, EXAMPLE, '--seed', str(seed), '--output', folder, *options], check=True)
-        results.append(json.loads((folder / 'results.json').read_text()))
+    args = make_parser(__doc__, 'two_phase_seeds', seeds=3).parse_args()
+    results = {title: [train_two_phases(output=args.output / f'{title.replace(" ", "_")}{seed}', seed=seed, **options)
+                       for seed in range(args.seeds)] for title, options in ROWS.items()}
     table = markdown(results)
     write_whole(args.output / 'results.md', table)
     print(table)
 
 
-def markdown(results: List[List[Dict[str, Any]]]) -> str:
-    rows = [[seeds[0]['training'], str(seeds[0]['epochs']), *(
-        spread([row[key] for row in seeds], digits) for key, digits in (('top1', 2), ('top5', 2), ('seconds', 0)))]
-        for seeds in zip(*results)]
-    return markdown_table(['training', 'epochs', 'top-1, %', 'top-5, %', 'time, s'], rows) + seeds_note(len(results))
+def markdown(results: Dict[str, List[Dict[str, Any]]]) -> str:
+    rows = []
+    for title, seeds in results.items():
+        columns = ['phase1_top1', 'converted_top1', 'top1'] if title == 'two phases' else ['top1']
+        cells = [spread([each[name] for each in seeds], 2) for name in columns]
+        seconds = sum(each['seconds'] for each in seeds) / len(seeds)
+        rows.append([title, *['-'] * (3 - len(cells)), *cells, f'{seconds:.0f} s'])
+    head = ['training', 'phase 1', 'converted', 'top-1, %', 'time']
+    return markdown_table(head, rows) + seeds_note(len(next(iter(results.values()))))
 
 
 if __name__ == '__main__':

@@ -101,21 +101,6 @@ def test_what_was_assumed_is_in_the_report(model, tmp_path):
     assert 'assumed' not in str(convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', **given))
 
 
-def test_approximate(model, src, tmp_path, capsys):
-    few = dict(num_heads=6, head_dim=12)
-    with pytest.raises(ValueError, match='use 12 heads of 12 or 9 heads of 48, or approximate=True'):
-        convert_checkpoint(src, tmp_path / 'out', **few)
-    with pytest.raises(VerificationError, match='above the tolerance'):
-        convert_checkpoint(src, tmp_path / 'out', **few, approximate=True, tolerance=1e-3)
-    assert os.listdir(tmp_path) == [src.name]
-    report = convert_checkpoint(src, tmp_path / 'out', **few, approximate=True)
-    assert report.options.approximate
-    assert report.details['Conversion']['Rewrite'] == 'least squares'
-    assert report.max_error > 1e-2
-    assert_same(model, tmp_path / 'out', report.max_error * 10)
-    assert not convert_checkpoint(src, tmp_path / 'exact', approximate=True).options.approximate
-
-
 def test_real_images(src, tmp_path):
     (tmp_path / 'images').mkdir()
     for i in range(3):

@@ -1,5 +1,4 @@
 """Theorem 1: a convolution as attention, exact on the whole image, or as close as the heads allow."""
-import itertools
 import math
 import re
 
@@ -240,83 +239,6 @@ def test_too_few_heads_are_refused_by_numbers_that_suffice(case, head_dim, peak,
     assert (str(needed), str(head_dim)) in remedies
     for number, width in remedies:
         assert conv2d_to_attention(conv, patch, grid, int(number), int(width), peak=peak)
-    assert ('approximate=True' in str(error.value)) == (peak is None)
-
-
-def squared_error(conv, attn, patch, grid):
-    """Return the squared error of a rewrite over all images with one pixel of 1."""
-    height, width = patch[0] * grid[0], patch[1] * grid[1]
-    impulses = torch.eye(conv.in_channels * height * width, dtype=torch.float64)
-    impulses = impulses.view(-1, conv.in_channels, height, width)
-    with torch.no_grad():
-        return (attn(patchify(impulses, patch)) - patchify(conv(impulses), patch)).square().sum().item()
-
-
-def blocks_by_offset(conv, patch, grid):
-    """Return what the convolution makes of one patch in another, by offset: (number of such pairs, d, d_out)."""
-    dim, num_patches = patch[0] * patch[1] * conv.in_channels, grid[0] * grid[1]
-    impulses = torch.eye(num_patches * dim, dtype=torch.float64).view(-1, num_patches, dim)
-    with torch.no_grad():
-        outputs = patchify(conv(unpatchify(impulses, patch, grid)), patch).view(num_patches, dim, num_patches, -1)
-    blocks = {}
-    for key, query in itertools.product(range(num_patches), repeat=2):
-        offset = key // grid[1] - query // grid[1], key % grid[1] - query % grid[1]
-        if conv.padding_mode == 'circular':
-            offset = offset[0] % grid[0], offset[1] % grid[1]
-        blocks.setdefault(offset, []).append(outputs[key, :, query])
-    return {offset: torch.stack(same) for offset, same in blocks.items() if torch.stack(same).any()}
-
-
-@given(small_convolutions(), st.integers(1, 4), st.integers(1, 5))
-def test_approximate_heads_have_the_least_squared_error(case, num_heads, head_dim):
-    """Of all ways to distribute the heads over offsets."""
-    conv, patch, grid = case
-    residuals = []  # of an offset, by its number of heads
-    for same in blocks_by_offset(conv, patch, grid).values():
-        energies = torch.linalg.svdvals(same).square().sum(dim=0)
-        residuals.append([energies[number * head_dim:].sum().item() for number in range(num_heads + 1)])
-    counts = itertools.product(range(num_heads + 1), repeat=len(residuals) - 1)
-    best = min(
-        sum(residual[count] for residual, count in zip(residuals, [*some, num_heads - sum(some)]))
-        for some in counts if sum(some) <= num_heads)
-    attn = conv2d_to_attention(conv, patch, grid, num_heads, head_dim, approximate=True)
-    assert (attn.num_heads, attn.head_dim) == (num_heads, head_dim)
-    assert squared_error(conv, attn, patch, grid) == pytest.approx(best, rel=1e-9, abs=1e-15)
-
-
-@given(small_convolutions(), st.integers(0, 3), st.integers(1, 12))
-def test_approximate_is_exact_where_the_heads_suffice(case, spare, head_dim):
-    conv, patch, grid = case
-    num_heads = len(plan_heads(conv, patch, grid, head_dim)) + spare
-    exact, approximate = (conv2d_to_attention(conv, patch, grid, num_heads, head_dim, approximate=approximate)
-                          for approximate in (False, True))
-    for name, tensor in exact.state_dict().items():
-        assert torch.equal(tensor, approximate.state_dict()[name]), name
-
-
-@pytest.mark.parametrize(('patch', 'chans'), [(3, 1), (1, 9)])
-def test_theorems_5_and_6_fewer_heads_cannot(patch, chans):
-    """A head adds its weights over offsets times one d x d matrix.
-
-    So heads are together of rank num_heads at most, which bounds the error of any attention from below (Eckart-Young).
-    """
-    conv = nn.Conv2d(chans, 1, 3, padding=1, padding_mode='circular', bias=False, dtype=torch.float64)
-    patch, grid = (patch, patch), (3, 3)
-    blocks = torch.stack([same[0].flatten() for same in blocks_by_offset(conv, patch, grid).values()])
-    energies = torch.linalg.svdvals(blocks).square()
-    for num_heads in range(1, 10):
-        bound = energies[num_heads:].sum().item()
-        attn = conv2d_to_attention(conv, patch, grid, num_heads, approximate=True)
-        assert squared_error(conv, attn, patch, grid) / 9 >= bound - 1e-12
-        assert (bound > 1e-4 * energies.sum()) == (num_heads < 9)
-
-
-def test_a_kernel_of_low_rank_fits_into_fewer_heads():
-    conv = nn.Conv2d(4, 4, 3, padding=1, bias=False, dtype=torch.float64)
-    nn.init.constant_(conv.weight, 0.1)  # sums channels: of rank one at every offset
-    assert len(plan_heads(conv, 1, 4, head_dim=1)) == 36
-    attn = conv2d_to_attention(conv, 1, 4, num_heads=9, head_dim=1, approximate=True)
-    assert squared_error(conv, attn, (1, 1), (4, 4)) <= 1e-24
 
 
 # What is refused
@@ -341,7 +263,6 @@ def test_a_kernel_of_low_rank_fits_into_fewer_heads():
     (nn.Conv2d(3, 3, 3, padding=1), {'peak': 0.04}, 'above 1 / 25'),
     (nn.Conv2d(3, 3, 3, padding=1), {'peak': 0.04 * (1 + 1e-7)}, 'too close to 1 / 25'),  # it would round to 1e9
     (nn.Conv2d(3, 3, 3, padding=1).half(), {'peak': 0.045}, r'too close to 1 / 25, .* for torch\.float16'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'peak': 0.5, 'num_heads': 9, 'approximate': True}, 'is for hard heads'),
 ])
 def test_what_has_no_rewrite_is_an_error_that_says_what_has(conv, options, message):
     with pytest.raises(ValueError, match=message):

@@ -123,16 +123,6 @@ def test_more_heads_than_the_architecture_has_are_made_where_they_are_needed():
     assert padded.model_args()['padding'] == (2, 2)
 
 
-def test_approximate_takes_the_heads_of_the_architecture():
-    model = phase1(depth=1, kernel_size=11, num_classes=5)
-    few = convert_model(model, approximate=True)
-    assert few.blocks[0].attn.num_heads == 9
-    errors = [verify(model, convert_model(model, num_heads=num_heads, approximate=True), images_for(model)).max_error
-              for num_heads in (9, 15, 25)]
-    assert errors[0] > errors[1] > 1e-2
-    assert errors[2] <= 1e-5
-
-
 @pytest.mark.parametrize('options', [{}, {'peak': 0.75}, {'head_dim': 12}])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_converts_as_exactly_as_float32(dtype, options):
@@ -239,7 +229,6 @@ def test_verification_finds_what_differs():
     with torch.no_grad():
         expected, actual = model(images), converted(images)
     assert changed.logits_error == pytest.approx(max_error(expected, actual), rel=1e-4)
-    assert changed.logits_rms_error == pytest.approx(((actual - expected).norm() / expected.norm()).item(), rel=1e-4)
     assert changed.top1_agreement == (actual.argmax(dim=1) == expected.argmax(dim=1)).double().mean()
     nn.init.constant_(converted.blocks[0].attn.proj.bias, float('nan'))
     assert not verify(model, converted, images).max_error <= 1

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from centers import center_figure, gaussians
 from hypothesis import given, strategies as st
 from matplotlib.patches import Ellipse, Rectangle
 from timm.layers import set_fused_attn
@@ -16,7 +17,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from timm_cmhsa import attention_maps
 from timm_cmhsa.pixel import PositionalAttention
 from timm_cmhsa.pixel.encodings import ENCODINGS
-from timm_cmhsa.pixel.plots import center_figure, gaussians
 
 QUADRATIC = ['quadratic', 'quadratic_gen']
 sizes = st.integers(1, 4)

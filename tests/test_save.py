@@ -1,5 +1,4 @@
 """A model in a file or folder: whole or not at all, and nothing is replaced unasked."""
-import errno
 import itertools
 import json
 import os
@@ -41,11 +40,6 @@ def before_call(event, number, action):
     """Return an audit hook that acts right before one of the system calls of a kind."""
     count = itertools.count()
     return lambda name, args: action() if name == event and next(count) == number else None
-
-
-def last_call(name, force):
-    """Return the call by which what was written takes its place."""
-    return 'os.rename' if force or '.' not in name else 'os.link'
 
 
 def interrupt():
@@ -188,7 +182,7 @@ def test_a_full_disk_leaves_what_was_there(name, force, tmp_path):
 def test_a_kill_leaves_what_was_there(name, force, tmp_path):
     if force:
         write(tmp_path / name, 1)
-    hook = before_call(last_call(name, force), 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    hook = before_call('os.rename', 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert run_forked(lambda: write(tmp_path / name, 2, force), hook) == -signal.SIGKILL
     assert not force or answer(tmp_path / name) == 1
     assert all(path == name or path.startswith('.') for path in os.listdir(tmp_path))
@@ -208,23 +202,12 @@ def test_an_interrupt_leaves_what_was_there_and_nothing_else(name, force, number
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / name, 2, force)
 
-    assert run_forked(interrupted, before_call(last_call(name, force), number, interrupt)) == 0
+    assert run_forked(interrupted, before_call('os.rename', number, interrupt)) == 0
     assert content(tmp_path) == before
 
 
-def no_links():
-    raise PermissionError(errno.EPERM, 'Operation not permitted')
-
-
-def test_a_file_system_without_hard_links(tmp_path):
-    model = phase1()
-    saved = run_forked(lambda: save_model(model, tmp_path / 'out.pth'), before_call('os.link', 0, no_links))
-    assert saved == 0
-    assert os.listdir(tmp_path) == ['out.pth']
-
-
 @pytest.mark.parametrize(('name', 'force', 'appears', 'moment'), [
-    ('out.pth', False, 'out.pth', ('os.link', 0)), ('out', False, 'out', ('os.rename', 0)),
+    ('out', False, 'out', ('os.rename', 0)),
     ('out', False, 'out/thesis.tex', ('os.rename', 0)), ('empty', False, 'empty/thesis.tex', ('os.rename', 0)),
     ('mine', True, 'mine/config.json', ('os.mkdir', 0)), ('mine', True, 'mine', ('os.rename', 1)),
     ('mine', True, 'mine/thesis.tex', ('os.rename', 1))])

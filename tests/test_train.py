@@ -2,6 +2,7 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -125,17 +126,19 @@ def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos
 
 def test_a_full_disk_keeps_the_last_checkpoint(finished, photos, tmp_path):
     """The second checkpoint finds a full disk. With space again, the same call ends as it would have."""
-    import resource
-
     def train():
-        train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'compare': []})
+        train_two_phases(photos, output=tmp_path, **OPTIONS)
+
+    def train_in_vain():
+        with pytest.raises(OSError, match=r'phase1.pth.tar cannot be written: .* run the same command again'):
+            train()
 
     def limit(event, args):
         if event == 'os.rename' and str(args[1]).endswith('phase1.pth.tar'):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
             signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    assert run_forked(train, limit) == 1
+    assert run_forked(train_in_vain, limit) == 0
     assert (tmp_path / 'checkpoints' / 'phase1.pth.tar').exists()
     train()
     assert_same(weights(tmp_path), weights(finished[0]))
@@ -287,9 +290,11 @@ def missing(root):
     (None, dict(model='nonsense'), 'nonsense is not a model of timm'),
     (None, dict(model='resnet18'), 'Expected a phase-1 model'),
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
-    (None, dict(switch=0), '--switch 0 must be from'),
-    (None, dict(epochs=0), '--epochs 0 must be from 1'),
+    (None, dict(switch=0), '--switch 0 must be above 0'),
+    (None, dict(epochs=0), '--epochs 0 must be above 0'),
     (None, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
+    (None, dict(dataset='torch/nonsense'), 'torch/nonsense cannot be opened'),
+    (None, dict(dataset='torch/cifar10'), 'torch/cifar10 cannot be opened'),
 ])
 def test_bad_input_is_refused_before_any_training(spoil, options, message, photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / 'photos')

@@ -29,7 +29,7 @@ def test_the_stored_outputs_are_complete_clean_and_small():
     assert sum('image/png' in output.get('data', ()) for cell in cells for output in cell['outputs']) == 3
     told = texts(notebook)
     assert not re.search(r'Warning|Error\b|Traceback|site-packages|/home/|/root/|/tmp/|/work/', told)
-    assert re.search(r'top-1 after phase 1: \d\d\.\d %', told)
+    assert re.search(r'top-1 before the rewrite \d\d\.\d\d %', told)
     assert 'same logits: True' in told
     assert NOTEBOOK.stat().st_size < 600_000
 
@@ -52,6 +52,6 @@ def test_it_runs_with_the_package_alone(tmp_path):
     told = texts(notebook)
     error, = map(float, re.findall(r'logits are at most .* and differ by at most (\S+)', told))
     assert error < 1e-4
-    before, after = map(float, re.search(r'top-1 (\S+) % before the conversion, (\S+) % after it', told).groups())
+    before, after = map(float, re.search(r'top-1 before the rewrite (\S+) %, after it (\S+) %', told).groups())
     assert abs(before - after) < 0.15  # one image of 1,397, rounded
     assert 'same logits: True' in told

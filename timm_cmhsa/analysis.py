@@ -11,33 +11,19 @@ from .rel_pos import OffsetRelPos
 
 
 class AttentionMaps(NamedTuple):
-    """Attention weights of one layer.
-
-    Attributes:
-        weights: From every query patch to every key patch: (B, num_heads, N, N).
-        zero_key: Weight of the zero key, if the layer has one: (B, num_heads, N).
-        grid_size: (h, w) with h * w = N.
-    """
-    weights: torch.Tensor
-    zero_key: Optional[torch.Tensor]
-    grid_size: Tuple[int, int]
+    """Attention weights of one layer."""
+    weights: torch.Tensor  # from every query patch to every key patch: (B, num_heads, N, N)
+    zero_key: Optional[torch.Tensor]  # weight of the zero key, if the layer has one: (B, num_heads, N)
+    grid_size: Tuple[int, int]  # (h, w) with h * w = N
 
 
 class HeadStatistics(NamedTuple):
-    """How much like one tap of a convolution a head is. Offsets are key minus query, in patches, (row, column).
-
-    Attributes:
-        best_offset: The offset with the most weight.
-        best_weight: Its mean over the queries for which it lies in the image; 1 for a convolution.
-        center: Mean offset of the attention, over all queries.
-        distance: Distance of the centre from the query, patches.
-        entropy: Mean entropy of the weights, nats: 0 for a single patch, ln(N) for uniform attention.
-    """
-    best_offset: Tuple[int, int]
-    best_weight: float
-    center: Tuple[float, float]
-    distance: float
-    entropy: float
+    """How much like one tap of a convolution a head is. Offsets are key minus query, in patches, (row, column)."""
+    best_offset: Tuple[int, int]  # the one with the most weight
+    best_weight: float  # its mean over the queries for which it lies in the image; 1 for a convolution
+    center: Tuple[float, float]  # mean offset of the attention, over all queries
+    distance: float  # of the centre from the query, patches
+    entropy: float  # mean over the queries, nats: 0 for a single patch, ln(N) for uniform attention
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
@@ -58,7 +44,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
 
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
-    """Return the attention of all layers of this package.
+    """Return the attention of all layers of this package by name, in the order of execution.
 
     The model is switched to eval mode and unfused attention while it runs, so no other thread may use it. The maps of a
     layer take 4 * B * num_heads * N^2 bytes.
@@ -66,9 +52,6 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     Args:
         model: A model of this package, one with convolutions replaced by `attend_convs`, or an attention layer.
         images: Input of the model: images of shape (B, C, H, W), or tokens of shape (B, N, dim) for a layer.
-
-    Returns:
-        Maps by name of the layer, in the order of execution.
 
     Raises:
         ValueError: If the model has no such layer.

@@ -1,5 +1,4 @@
 """Convert a phase-1 checkpoint into a phase-2 checkpoint: load, convert, verify, save."""
-import math
 import os
 from pathlib import Path
 from typing import Any, Dict, Mapping, Optional
@@ -33,12 +32,11 @@ def convert_checkpoint(
         head_dim: Optional[int] = None,
         qk_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
-        approximate: bool = False,
         rel_pos: Optional[str] = None,
         peak: Optional[float] = None,
         use_ema: bool = True,
         images: Optional[PathLike] = None,
-        tolerance: Optional[float] = None,
+        tolerance: float = MAX_ERROR,
         force: bool = False,
         **model_kwargs: Any,
 ) -> ConversionReport:
@@ -50,16 +48,12 @@ def convert_checkpoint(
         src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on the
             Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
         dst: Folder for `timm.create_model('local-dir:DST', pretrained=True)`, or a `.safetensors` or `.pth` file.
-        architecture, num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak: See `convert_model`.
+        architecture, num_heads, head_dim, qk_dim, sharpness, rel_pos, peak: See `convert_model`.
         use_ema: Convert the averaged weights of a training checkpoint if it has them, as timm does.
         images: Folder of images to verify on besides random ones; at most 64 are taken.
-        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value; by
-            default 1e-4, and any error for an approximate rewrite.
+        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
         force: Replace the file, or the folder of a model of this package, at the destination.
         **model_kwargs: Arguments of the phase-1 model that the checkpoint lacks, such as `img_size`.
-
-    Returns:
-        What was done, and the measured errors.
 
     Raises:
         CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
@@ -67,9 +61,9 @@ def convert_checkpoint(
         HubError: If the input cannot be downloaded. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
     options.check()
-    if tolerance is not None and not tolerance >= 0:
+    if not tolerance >= 0:
         raise CheckpointError(f'{tolerance=} must be 0 or more.')
     dst = check_destination(dst, force)
     source = Path(os.path.realpath(local_path(src)))
@@ -94,7 +88,6 @@ def convert_checkpoint(
         num_images=(NUM_RANDOM_IMAGES, len(pixels) - NUM_RANDOM_IMAGES),
         notes=checkpoint.notes,
     )
-    tolerance = (math.inf if options.approximate else MAX_ERROR) if tolerance is None else tolerance
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '
@@ -110,7 +103,6 @@ def convert_state_dict(
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
-        approximate: bool = False,
         rel_pos: Optional[str] = None,
         peak: Optional[float] = None,
         qk_dim: Optional[int] = None,
@@ -121,16 +113,11 @@ def convert_state_dict(
     Args:
         state_dict: Tensors of a phase-1 model; prefixes of wrappers are stripped.
         img_size: Size of the images, pixels; by default that of the registered model with such patches.
-        architecture, num_heads, head_dim, sharpness, approximate, rel_pos, peak, qk_dim: See `convert_model`.
-        **model_kwargs: Other arguments of the phase-1 model that tensors do not determine, such as `patch_size` or
-            `in_chans`.
-
-    Returns:
-        Tensors by name, for the phase-2 model that `convert_model` makes with these arguments.
+        architecture, num_heads, head_dim, sharpness, rel_pos, peak, qk_dim: See `convert_model`, also for errors.
+        **model_kwargs: Other arguments of the phase-1 model that tensors do not determine, such as `in_chans`.
 
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model.
-        ValueError: If there is no exact rewrite with these heads.
     """
     checkpoint = Checkpoint(named_tensors(state_dict, 'state_dict'), None, {}, {}, [])
     if img_size is not None:
@@ -138,5 +125,5 @@ def convert_state_dict(
     model = build_model(checkpoint, 'state_dict', None, model_kwargs)
     if not isinstance(model, CmhsaConv):
         raise CheckpointError(f'The tensors are those of a {type(model).__name__}, not of a phase-1 model.')
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
     return convert_with(model, architecture, options)[0].state_dict()

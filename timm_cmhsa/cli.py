@@ -127,7 +127,6 @@ def _convert_parser() -> argparse.ArgumentParser:
     add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
     add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: 64, for thin heads 32)')
     add('--sharpness', metavar='M', type=float, help='bias of a hard head (default: exact to rounding)')
-    add('--approximate', action='store_true', help='if the heads are too few, convert with the least squared error')
     for name, kind, text in (('img-size', _size, 'image size, N or HxW pixels'),
                              ('patch-size', _size, 'patch size, N or HxW pixels'),
                              ('in-chans', _positive, 'image channels')):
@@ -136,8 +135,8 @@ def _convert_parser() -> argparse.ArgumentParser:
         help='other arguments of the phase-1 model that the checkpoint lacks, such as global_pool=max')
     add('--no-ema', dest='use_ema', action='store_false', help='convert the raw weights, not the averaged ones')
     add('--images', metavar='DIR', type=Path, help='verify on images of this folder, too, 64 of them at most')
-    add('--tolerance', metavar='E', type=float,
-        help=f'largest accepted error, relative to the largest value (default: {MAX_ERROR})')
+    add('--tolerance', metavar='E', type=float, default=MAX_ERROR,
+        help='largest accepted error, relative to the largest value (default: %(default)s)')
     add('--force', action='store_true', help='replace the model at DST')
     add('--push-to-hub', metavar='USER/NAME', help='publish DST, a folder, on the Hugging Face Hub')
     add('--private', action='store_true', help='make a private repository')

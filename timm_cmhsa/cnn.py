@@ -118,18 +118,14 @@ def attend_convs(
         patch_size: int = 1,
         peak: Optional[float] = None,
 ) -> nn.Module:
-    """Replace convolutions of a CNN, in place, by self-attention that computes the same function.
+    """Replace convolutions of a CNN, in place, by self-attention that computes the same function. Return the model.
 
     Runs the model before and after on the same random input. If the outputs differ by more than rounding, nothing is
-    changed. What was replaced, and what it costs, is logged (see `attention_summary`). Convolutions that cannot be
-    replaced stay, with a warning that says why.
+    changed. Convolutions that cannot be replaced stay, with a warning that says why. The cost is logged, see
+    `attention_summary`: it grows with the square of the number of tokens, so take larger patches, or later stages only.
 
     Afterwards the model takes inputs of this size only. Make optimizers and DistributedDataParallel afterwards, and
     call timm's `reparameterize_model` before, as it reads the weights of convolutions.
-
-    The cost of attention grows with the square of the number of tokens N. The biases of a layer take
-    4 * num_heads * N * (N + 1) bytes in float32, and so do the scores for each image: 354 MB for 9 heads on a map of
-    56 x 56. Larger patches, smaller inputs, or only the later stages keep this low.
 
     Args:
         model: Any model with `nn.Conv2d` or `nn.Conv1d` modules, compiled or not.
@@ -139,18 +135,12 @@ def attend_convs(
         patch_size: Side of the patch of a feature map that is a token; rounded up to a multiple of the stride.
         peak: Weight that a head gives to its own offset, see `conv2d_to_attention`. By default heads are hard.
 
-    Returns:
-        The model.
-
     Raises:
-        TypeError: If `model` is not a model.
         ValueError: If there is nothing to replace, or the model does not run with such an input, or computes something
             else with attention. It is left as it was.
     """
     options = HeadOptions(peak=peak)
     options.check()
-    if not isinstance(model, nn.Module):
-        raise TypeError(f'Expected a model with convolutions to replace, got {type(model).__name__}.')
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
     given, model = model, _unwrap(model)

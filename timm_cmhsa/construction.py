@@ -11,7 +11,7 @@ from (see docs/theory.md).
 import itertools
 import math
 from numbers import Integral, Real
-from typing import Any, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +34,6 @@ class HeadOptions(NamedTuple):
     head_dim: Optional[int] = None
     qk_dim: Optional[int] = None
     sharpness: Optional[float] = None
-    approximate: bool = False
     rel_pos: Optional[str] = None
     peak: Optional[float] = None
 
@@ -85,7 +84,6 @@ def conv2d_to_attention(
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
-        approximate: bool = False,
         rel_pos: Optional[str] = None,
         peak: Optional[float] = None,
         qk_dim: Optional[int] = None,
@@ -95,12 +93,9 @@ def conv2d_to_attention(
     For images of shape (B, C_in, h * P_h, w * P_w), `patchify(conv(images), P / stride)` equals
     `attention(patchify(images, P))`, which maps (B, N, P_h * P_w * C_in) to (B, N, P_h * P_w * C_out / stride^2).
 
-    Queries start at zero and keys at random, which gives the same function as both at zero, and lets both learn.
-    Heads and head dimensions beyond those needed start at random, with a zero output projection. The seed is fixed: the
-    same convolution always gives the same attention.
-
-    Offsets that never meet the grid get no head, so a grid that is smaller than the kernel's reach must not grow
-    afterwards. With circular padding the grid must not change at all.
+    Queries start at zero and keys at random, so that both can learn. Heads and head dimensions beyond those needed
+    start at random, with a zero output projection. The seed is fixed. A grid that is smaller than the kernel's reach
+    must not grow afterwards, and with circular padding not change at all.
 
     Args:
         conv: Any kernel, dilation, groups and bias; zero or circular padding that keeps the image size (divided by
@@ -112,13 +107,10 @@ def conv2d_to_attention(
             offset.
         sharpness: Bias M of a hard head at its offset, where the zero key has M / 2 (in a 'padded_table' the sum over
             the padding) and all others 0; by default `exact_sharpness`. A lower one is less exact.
-        approximate: If the heads are too few or too thin, take the hard heads with the least squared error (see
-            `best_factors`) instead of raising an error.
         rel_pos: 'table' or 'padded_table'; by default the latter if there is a peak.
-        peak: Weight that a head gives to its own offset. None makes heads hard. With a number below 1, and above that
-            of a mean over all patches, heads are soft: they can learn where to look, and the rewrite is as exact. This
-            takes one more wide head, or a few thin ones. Heads of offset (0, 0) stay hard where that saves heads. In
-            half precision, what soft heads add and subtract is rounded: convert in float32.
+        peak: Weight that a head gives to its own offset, above that of a mean over all patches. Such heads are soft:
+            they can learn where to look, and the rewrite is as exact (convert in float32). This takes one more wide
+            head, or a few thin ones. Heads of offset (0, 0) stay hard where that saves heads. None: all are hard.
         qk_dim: Width of queries and keys, see `RelPosAttention`.
 
     Returns:
@@ -128,7 +120,7 @@ def conv2d_to_attention(
         TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardization, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
     options.check()
     heads = plan_heads(conv, patch_size, grid_size, head_dim, peak)
     if not keeps_size(conv, patch_size, grid_size):
@@ -158,13 +150,8 @@ def rewrite(
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
-    factors: Iterable[HeadFactors] = exact_factors(conv, heads)
     if len(heads) > num_heads:
-        if not options.approximate or options.peak is not None:
-            best = (', or approximate=True (--approximate) for the best that these can' if options.peak is None else
-                    '; approximate=True is for hard heads' if options.approximate else '')
-            raise ValueError(f'{_too_few_heads(heads, num_heads, options.head_dim or dim)}{best}.')
-        factors = best_factors(conv, heads, num_heads, grid_size, options.head_dim)
+        raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
     sharpness = options.sharpness
@@ -187,7 +174,7 @@ def rewrite(
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
-    for i, (head, inputs, outputs) in enumerate(factors):
+    for i, (head, inputs, outputs) in enumerate(exact_factors(conv, heads)):
         row, col = head.offset or (0, 0)
         rows, cols = [row], [col]
         if conv.padding_mode == 'circular':
@@ -291,7 +278,7 @@ def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
     numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), largest)]
     remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
     return (f'num_heads={num_heads} with head_dim={head_dim} cannot express this convolution exactly: use '
-            f'{" or ".join(remedies)}')
+            f'{" or ".join(remedies)}.')
 
 
 def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[HeadFactors]:
@@ -307,38 +294,6 @@ def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[HeadFactors]:
         if head.is_soft:
             mean_block = mean_block + block * F.one_hot(head.inputs, len(block)).sum(dim=0).unsqueeze(1)
         yield HeadFactors(head, F.one_hot(head.inputs, len(block)), block[head.inputs])
-
-
-def best_factors(
-        conv: nn.Conv2d,
-        heads: List[Head],
-        num_heads: int,
-        grid_size: Size2d,
-        head_dim: Optional[int],
-) -> List[HeadFactors]:
-    """Return the few heads that come closest to the convolution, each at one offset.
-
-    The singular vectors of an offset's block are the best inputs that a number of head dimensions can carry
-    (Eckart-Young), and every further head of an offset saves less than the one before. So the heads that save most are
-    the best choice. They minimize the squared error over all output pixels of an image of white noise, borders
-    included, where an offset counts by the number of patches that have a neighbour there.
-    """
-    kernel, (grid_h, grid_w) = _dense_kernel(conv), to_2tuple(grid_size)
-    wraps = conv.padding_mode == 'circular'
-    choices = []
-    for head in {head.offset: head for head in heads}.values():  # one for each offset: its inputs do not matter
-        row, col = head.offset or (0, 0)
-        num_patches = grid_h * grid_w if wraps else (grid_h - abs(row)) * (grid_w - abs(col))
-        block = _offset_block(kernel, *head.taps)
-        inputs, outputs = block.any(dim=1), block.any(dim=0)
-        left, scales, right = torch.linalg.svd(block[inputs][:, outputs], full_matrices=False)
-        for vectors in torch.arange(len(scales), device='cpu').split(head_dim or len(block)):
-            value, output = block.new_zeros(len(vectors), len(block)), block.new_zeros(len(vectors), len(block[0]))
-            value[:, inputs] = left[:, vectors].T
-            output[:, outputs] = scales[vectors, None] * right[vectors]
-            choices.append((num_patches * scales[vectors].square().sum().item(), HeadFactors(head, value, output)))
-    choices.sort(key=lambda choice: choice[0], reverse=True)
-    return [factors for _, factors in choices[:num_heads]]
 
 
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:

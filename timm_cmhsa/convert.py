@@ -29,12 +29,11 @@ def convert_model(
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
         sharpness: Optional[float] = None,
-        approximate: bool = False,
         rel_pos: Optional[str] = None,
         peak: Optional[float] = None,
         qk_dim: Optional[int] = None,
 ) -> CmhsaAttn:
-    """Rewrite a phase-1 model as the phase-2 model that computes the same.
+    """Rewrite a phase-1 model as a new phase-2 model that computes the same, in the same mode, with nothing frozen.
 
     Everything else is copied: other layers, image size, classes, preprocessing, device and type. (Soft heads are in
     float32 at least, and so is their model, since half precision would round what they add and subtract.) The same
@@ -47,20 +46,17 @@ def convert_model(
         num_heads: Number of heads; by default the architecture's, or more if more are needed. With `head_dim` it is the
             number needed.
         head_dim: Width of a head; by default the architecture's.
-        sharpness, approximate, qk_dim: See `conv2d_to_attention`.
+        sharpness, qk_dim: See `conv2d_to_attention`.
         rel_pos: Relative position bias; by default the architecture's.
         peak: Weight that a soft head gives to its own offset; by default 0.75 for a soft architecture. Heads of
             `cmhsa_attn`, and of any architecture with rel_pos='table', are hard.
-
-    Returns:
-        A new model, in the mode of the given one, with nothing frozen.
 
     Raises:
         TypeError: If the model is not a `CmhsaConv`. Subclasses are refused too, as they may compute something else.
         ValueError: If the architecture is unknown, there is no exact rewrite with these heads, or the model has hooks
             or replaced methods, which the rewrite would drop.
     """
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, approximate, rel_pos, peak)
+    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
     return convert_with(model, architecture, options)[0]
 
 
@@ -172,15 +168,12 @@ def _complete(
     if num_heads is None:
         uses_default = options.head_dim is None and (not is_thin or head_dim == default.head_dim)
         num_heads = max(len(heads), default.num_heads) if uses_default else len(heads)
-        if options.approximate and options.head_dim is None:
-            num_heads = default.num_heads
     return architecture, options._replace(
         num_heads=num_heads,
         head_dim=head_dim,
         qk_dim=options.qk_dim or default_qk_dim(model.embed_dim, head_dim),
         sharpness=options.sharpness or exact_sharpness(
             math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
-        approximate=options.approximate and len(heads) > num_heads,
         rel_pos=rel_pos,
         peak=peak if any(head.is_soft for head in heads) else None,
     ), heads
@@ -192,36 +185,19 @@ def thin_head_dim(embed_dim: int) -> int:
 
 
 class LayerReport(NamedTuple):
-    """How exactly one attention layer replaces its convolution.
-
-    Attributes:
-        name: Name of the layer in the model.
-        heads_used: Number of heads with an output; None in a layer that was reparameterized.
-        num_heads: Number of all heads, likewise.
-        error: Largest error, relative to the convolution's largest output.
-        rms_error: Root mean square error, relative to that of the convolution's output.
-    """
+    """How exactly one attention layer replaces its convolution."""
     name: str
-    heads_used: Optional[int]
+    heads_used: Optional[int]  # those with an output; None in a layer that was reparameterized
     num_heads: Optional[int]
-    error: float
-    rms_error: float
+    error: float  # the largest, relative to the convolution's largest output
 
 
 @dataclass
 class Verification:
-    """How exactly a phase-2 model replaces its phase-1 source.
-
-    Attributes:
-        layers: One report for each layer.
-        logits_error: Largest error, relative to the source's largest logit.
-        logits_rms_error: Root mean square error, relative to that of the source's logits.
-        top1_agreement: Share of the images with the same predicted class.
-    """
+    """How exactly a phase-2 model replaces its phase-1 source."""
     layers: List[LayerReport]
-    logits_error: float
-    logits_rms_error: float
-    top1_agreement: float
+    logits_error: float  # the largest, relative to the source's largest logit
+    top1_agreement: float  # share of the images with the same predicted class
 
     @property
     def max_error(self) -> float:
@@ -232,20 +208,12 @@ class Verification:
 
 @dataclass
 class ConversionReport(Verification):
-    """What `convert_checkpoint` did, and how exact it is; prints as text.
-
-    Attributes:
-        architecture: Registered model that the result was made with.
-        model_args: Its arguments for `timm.create_model`.
-        options: Number, width and kind of the heads.
-        num_images: Number of random images, and of the user's, that it was verified on.
-        notes: What was assumed or chosen while the checkpoint was read.
-    """
-    architecture: str
-    model_args: Dict[str, Any]
+    """What `convert_checkpoint` did, and how exact it is; prints as text."""
+    architecture: str  # the registered model that the result was made with
+    model_args: Dict[str, Any]  # its arguments for `timm.create_model`
     options: HeadOptions
-    num_images: Tuple[int, int]
-    notes: List[str] = field(default_factory=list)
+    num_images: Tuple[int, int]  # random ones, and the user's, that it was verified on
+    notes: List[str] = field(default_factory=list)  # what was assumed while the checkpoint was read
 
     @property
     def details(self) -> Dict[str, Dict[str, str]]:
@@ -254,7 +222,7 @@ class ConversionReport(Verification):
         heads = f'hard, sharpness {options.sharpness:.3g}' if options.peak is None else f'soft, peak {options.peak:g}'
         random, real = self.num_images
         return {'Conversion': {
-            'Rewrite': 'least squares' if options.approximate else 'Theorem 1 of arXiv 2111.01353',
+            'Rewrite': 'Theorem 1 of arXiv 2111.01353',
             'Heads': f'{options.num_heads} of {options.head_dim}, queries and keys of {options.qk_dim}, {heads}',
             'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
             'Error of the logits': f'{self.logits_error:.1e} of the largest logit',
@@ -273,10 +241,9 @@ class ConversionReport(Verification):
 
 @torch.inference_mode()
 def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
-    """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
+    """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end, in float64.
 
-    Every layer gets the input of its convolution, so that its error is its own. Errors are measured in float64. Both
-    models are in eval mode meanwhile.
+    Every layer gets the input of its convolution, so that its error is its own.
 
     Args:
         model, converted: Models to compare, or wrappers of them.
@@ -296,14 +263,13 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
         raise ValueError(
             f'Models of (blocks, classes, image size) {shapes[0]} and {shapes[1]} cannot be compared on {len(images)} '
             'images: give a model and its rewrite, and one image or more.')
-    largest, squares = torch.zeros(2, 2, len(source.blocks) + 1, dtype=torch.double)  # of errors and of values
+    largest = torch.zeros(2, len(source.blocks) + 1, dtype=torch.double)  # of errors and of values
     same_class = []
 
     def compare(i: int, expected: torch.Tensor, actual: torch.Tensor) -> None:
         expected, actual = expected.cpu().double(), actual.cpu().double()
         for j, values in enumerate((actual - expected, expected)):
             largest[j, i] = torch.maximum(largest[j, i], values.abs().max())
-            squares[j, i] += values.square().sum()
 
     weight = next(target.parameters())
     with contextlib.ExitStack() as stack:
@@ -318,7 +284,6 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
             same_class.append(expected.argmax(dim=-1).cpu() == actual.argmax(dim=-1).cpu())
     tiny = torch.finfo(torch.double).tiny  # for models whose outputs are all zero
     errors = (largest[0] / largest[1].clamp(min=tiny)).tolist()
-    rms_errors = (squares[0] / squares[1].clamp(min=tiny)).sqrt().tolist()
     layers = []
     for i, block in enumerate(target.blocks):
         is_attention = isinstance(block.attn, RelPosAttention)
@@ -327,6 +292,5 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
             heads_used=int(block.attn.used_heads().sum()) if is_attention else None,
             num_heads=block.attn.num_heads if is_attention else None,
             error=errors[i],
-            rms_error=rms_errors[i],
         ))
-    return Verification(layers, errors[-1], rms_errors[-1], torch.cat(same_class).double().mean().item())
+    return Verification(layers, errors[-1], torch.cat(same_class).double().mean().item())

@@ -124,7 +124,7 @@ def push_folder_to_hub(
         create_pr: bool = False,
         commit_message: str = 'Add model',
 ) -> str:
-    """Publish a folder that `save_for_hub` or `convert_checkpoint` wrote, in one commit.
+    """Publish a folder that `save_for_hub` or `convert_checkpoint` wrote, in one commit. Return its address.
 
     A README.md on the Hub is kept. If there is none in the folder either, a model card is written.
 
@@ -135,9 +135,6 @@ def push_folder_to_hub(
         revision: Branch to push to, by default main; created if it does not exist.
         create_pr: Open a pull request instead.
         commit_message: First line of the commit.
-
-    Returns:
-        Address of the model, or of the pull request.
 
     Raises:
         CheckpointError, ValueError: If the folder holds no model, or the name is not valid. Nothing was sent.

@@ -61,16 +61,10 @@ def evenly_spaced(total: int, count: int) -> List[int]:
 
 
 def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
-    """Return at most `count` images of a folder and its subfolders, prepared for a model, and their names.
+    """Return at most `count` images of a folder and its subfolders, (B, C, H, W), and their paths in the folder.
 
-    Links out of the folder are not followed. Images that cannot be read are left out with a warning, while timm's
-    `ImageDataset` puts others in their place.
-
-    Returns:
-        Images of shape (B, C, H, W), and their paths in the folder.
-
-    Raises:
-        CheckpointError: If there is no readable image.
+    Links out of the folder are not followed. Images that cannot be read are left out with a warning. If none can be,
+    CheckpointError is raised.
     """
     root = Path(folder).resolve()
     if not root.is_dir():

@@ -75,7 +75,7 @@ def load_model(
 
 def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
     """Read the tensors of a file, folder or model on the Hub, and what it says about their model."""
-    path = download(str(source)) if is_on_hub(source) else local_path(source)
+    path = download(str(source)) if str(source).startswith(HUB_PREFIXES) else local_path(source)
     config: Dict[str, Any] = {}
     if os.path.isdir(path):
         config = read_json(path / 'config.json')
@@ -283,10 +283,6 @@ def read_json(path: Path) -> Dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} is not a model configuration.')
     return content
-
-
-def is_on_hub(source: PathLike) -> bool:
-    return str(source).startswith(HUB_PREFIXES)
 
 
 def local_path(source: PathLike) -> Path:

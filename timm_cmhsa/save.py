@@ -131,22 +131,10 @@ def replacing(dst: Path, force: bool) -> Iterator[Path]:
             shutil.rmtree(old)
         elif new.is_dir():
             new.rename(dst)  # The system refuses to replace anything but an empty folder.
-        elif force:
-            new.replace(dst)
         else:
-            _rename_to_nothing(new, dst)
+            new.replace(dst)
     except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         kept = f' The old model is at {old}.' if old.is_dir() else ''
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
     finally:
         shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
-
-
-def _rename_to_nothing(new: Path, dst: Path) -> None:
-    """Rename a file to a path where there is nothing."""
-    try:
-        os.link(new, dst)
-    except FileExistsError:
-        raise
-    except OSError:  # a file system without hard links
-        new.rename(dst)

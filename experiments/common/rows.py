@@ -26,7 +26,7 @@ class Row(NamedTuple):
     title: str
     recipes: Tuple[str, ...]  # of examples/cifar100
     phases: Tuple[Tuple[str, Dict[str, Any]], ...]
-    deit: bool = True  # augmentation and regularisation as DeiT's, on the digits as two_phase.py's
+    deit: bool = True  # augmentation and regularisation as DeiT's, on the digits random crops
 
 
 CONV3, CONV5, ATTN = ('cmhsa_conv_k3', SHAPE), ('cmhsa_conv_k5', SHAPE), ('cmhsa_attn', SHAPE)

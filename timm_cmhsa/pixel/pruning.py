@@ -21,14 +21,11 @@ def degenerate_heads(rel_pos: GeneralQuadraticRelPos) -> List[int]:
 
 
 def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
-    """Remove degenerate heads from a model with `rel_pos='quadratic_gen'`, or a wrapper of one, in place.
+    """Remove degenerate heads from a model with `rel_pos='quadratic_gen'`, in place. Return their indices by layer.
 
     Their contribution is lost. Appendix E then trains for a few more epochs, at a tenth of the learning rate. Create
     the optimizer and DistributedDataParallel afterwards, since the parameters are new. `model.model_args()` has the new
     numbers of heads.
-
-    Returns:
-        Indices of the removed heads, by name of the layer.
 
     Raises:
         ValueError: If no layer has this encoding.

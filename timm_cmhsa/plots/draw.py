@@ -1,5 +1,4 @@
 """One call from a model or its checkpoints to pictures of attention."""
-import os
 from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
@@ -99,19 +98,14 @@ def draw_figures(attention: History, statistics: History, seen: str) -> Dict[str
 
 
 def write_files(folder: Path, files: Mapping[str, Union[Figure, str]]) -> List[Path]:
-    """Write pictures and pages into a folder, each by a temporary name and one rename. Return their paths."""
+    """Write pictures and pages into a folder. Return their paths."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
-            temporary = folder / f'.{name}.{os.getpid()}'
-            try:
-                if isinstance(content, Figure):
-                    content.savefig(temporary, format='png')
-                else:
-                    temporary.write_text(content, encoding='utf-8')
-                temporary.replace(folder / name)
-            finally:
-                temporary.unlink(missing_ok=True)
+            if isinstance(content, Figure):
+                content.savefig(folder / name)
+            else:
+                (folder / name).write_text(content, encoding='utf-8')
     except OSError as e:
         raise PlotError(f'{folder} cannot be written: {one_line(e)}') from e
     return [folder / name for name in files]

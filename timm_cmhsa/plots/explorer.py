@@ -43,7 +43,12 @@ def explorer_html(
     if before is not None:
         check_alike(model, before)
     shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
-    check_page_size(shown, len(images), 1 if before is None else 2)
+    num_maps = len(images) * (1 if before is None else 2)
+    size = num_maps * sum(map(num_weights, shown.values())) * 4 // 3  # base64
+    if size > MAX_PAGE_BYTES:
+        raise PlotError(
+            f'The page would have {size / 2 ** 20:.0f} MB, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
+            'use fewer images, a smaller input or fewer layers.')
     encoded = {key: _encode_images(each, images, shown)
                for key, each in (('maps', model), ('before', before)) if each is not None}
     titles = titles or [f'image {i + 1}' for i in range(len(images))]
@@ -59,14 +64,6 @@ def explorer_html(
     page = resources.files(__package__).joinpath('explorer.html').read_text(encoding='utf-8')
     # A title must not end the script that holds the data.
     return page.replace('{{data}}', json.dumps(data).replace('<', '\\u003c'))
-
-
-def check_page_size(layers: Mapping[str, Any], num_images: int, num_models: int = 1) -> None:
-    size = num_models * num_images * sum(map(num_weights, layers.values())) * 4 // 3  # base64
-    if size > MAX_PAGE_BYTES:
-        raise PlotError(
-            f'The page would have {size / 2 ** 20:.0f} MB, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
-            'use fewer images, a smaller input or fewer layers.')
 
 
 def _encode_images(

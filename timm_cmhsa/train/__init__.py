@@ -22,6 +22,8 @@ from .data import open_dataset, open_digits, open_folder
 from .options import add_options, check_options, choose_options, fingerprint
 from .trainer import Trained, Trainer
 
+PEAK = 0.75  # weight of a soft head on its own offset
+
 Rewrite = Callable[[nn.Module], nn.Module]
 
 
@@ -63,7 +65,8 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
 
     def to_phase2(model: nn.Module) -> nn.Module:
         if rewrite is None:
-            return convert_model(model, args.architecture, **args.phase2_kwargs)
+            peak = None if args.architecture else PEAK
+            return convert_model(model, args.architecture, **{'peak': peak, **args.phase2_kwargs})
         return rewrite(copy.deepcopy(model))
 
     args.output = Path(args.output)
@@ -74,7 +77,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     else:
         data = open_folder(Path(args.data_dir)) if args.data_dir else open_digits(args)
     chosen = [*data.notes, *choose_options(args, data)]
-    switch = round(args.switch * args.epochs)
+    switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
     random_seed(args.seed)
     model = _create(args.model, args, len(data.class_names), **args.model_kwargs)
     if switch < args.epochs:
@@ -87,29 +90,29 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     epochs1, epochs2 = range(switch), range(switch, args.epochs)
     schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
     phase1 = final = trainer.fit('phase1', model, epochs1, schedules[0])
+    phases, converted = {'phase 1': phase1}, None
     results: Dict[str, Any] = {'phase1_top1': trainer.validate(phase1.judged)['top1'], 'converted_top1': None}
-    converted = None
     if epochs2:
         converted = to_phase2(phase1.judged)
         results['converted_top1'] = trainer.validate(converted)['top1']
         say('top-1 before the rewrite {phase1_top1:.2f} %, after it {converted_top1:.2f} %'.format(**results))
         final = trainer.fit('phase2', to_phase2(phase1.model), epochs2, schedules[1], phase1, converted)
+        phases['phase 2'] = final
     others = {name: _compare(name, args, trainer, final) for name in args.compare}
     if args.rank:
         return results
-    for name, trained in dict(phase1=phase1, model=final).items():
-        if isinstance(trained.model, Cmhsa):
-            save_for_hub(trained.judged, args.output / name, force=True, label_names=data.class_names)
+    for name, each in dict(phase1=phase1, model=final).items():
+        if isinstance(each.model, Cmhsa):
+            save_for_hub(each.judged, args.output / name, force=True, label_names=data.class_names)
     logits, targets = trainer.predict(final.judged)
     results.update(
         top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
         compare={name: trainer.validate(other.judged)['top1'] for name, other in others.items()},
+        curves={name: each.history for name, each in {**phases, **others}.items()},
         chosen=chosen, options=fingerprint(args))
-    curves = {'phase 1': phase1.history, **({'phase 2': final.history} if epochs2 else {}),
-              **{name: other.history for name, other in others.items()}}
     attention = {} if converted is None else {'before phase 2': converted, 'after phase 2': final.judged}
-    write_report(args.output, results, curves, data.class_names, logits, targets, attention, trainer.images())
+    write_report(args.output, results, data.class_names, logits, targets, attention, trainer.images())
     say((args.output / 'results.md').read_text(encoding='utf-8'))
     return results
 
@@ -124,21 +127,19 @@ def _create(name: str, args: argparse.Namespace, num_classes: int, **kwargs: Any
 def _note_options(args: argparse.Namespace) -> None:
     """Refuse an output folder with another run, and write down the options of this one."""
     path, options = args.output / 'options.json', fingerprint(args)
-    if path.exists():
-        before = json.loads(path.read_text(encoding='utf-8'))
-        changed = [f'{key}={before.get(key)}' for key, value in options.items() if before.get(key) != value]
-        if changed:
-            raise ValueError(f'{args.output} holds a run with {", ".join(changed)}: give another --output.')
-    elif args.rank == 0:
+    before = json.loads(path.read_text(encoding='utf-8')) if path.exists() else options
+    changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key) != options[key])
+    if changed:
+        raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
+    if args.rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(options, indent=2), encoding='utf-8')
 
 
 def _compare(name: str, args: argparse.Namespace, trainer: Trainer, final: Trained) -> Trained:
     """Train another model for as much time, on the same images and by the same schedule."""
-    num_classes = trainer.num_classes
     random_seed(args.seed)
-    epoch = trainer.fit(f'{name}-timing', _create(name, args, num_classes), range(1), range(1))
-    random_seed(args.seed)
+    model = _create(name, args, trainer.num_classes)
+    epoch = trainer.fit(f'{name}-timing', copy.deepcopy(model), range(1), range(1))
     epochs = range(max(round(final.seconds / epoch.seconds), 1))
-    return trainer.fit(name, _create(name, args, num_classes), epochs, epochs)
+    return trainer.fit(name, model, epochs, epochs)

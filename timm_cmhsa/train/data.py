@@ -4,7 +4,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, List, NamedTuple
+from typing import Any, List, Mapping, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -28,6 +28,7 @@ class Data(NamedTuple):
     class_names: List[str]
     side: int  # the shorter one, of the median image, pixels
     notes: List[str]  # what was found or assumed
+    options: Mapping[str, Any] = {}  # that fit them, where none are given
 
 
 def open_folder(root: Path) -> Data:
@@ -91,8 +92,11 @@ def _why_unreadable(path: str) -> str:
 
 def open_dataset(name: str, root: Path, download: bool) -> Data:
     """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
-    train, validation = (
-        create_dataset(name, root=str(root), split=split, download=download) for split in ('train', 'validation'))
+    try:
+        train, validation = (
+            create_dataset(name, root=str(root), split=split, download=download) for split in ('train', 'validation'))
+    except Exception as e:  # every library has its own
+        raise ValueError(f'{name} cannot be opened: {one_line(e)}') from e
     classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
     if not classes:
         raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
@@ -100,15 +104,15 @@ def open_dataset(name: str, root: Path, download: bool) -> Data:
 
 
 def open_digits(args: argparse.Namespace) -> Data:
-    """Open the digits that scikit-learn ships, and set options that fit them."""
-    args.model_kwargs = args.model_kwargs or dict(depth=4, hidden_chans=3)
-    args.no_flip = True
+    """Open the digits that scikit-learn ships."""
     folder = args.output / 'digits'
     if args.rank == 0:
         write_digits(folder, seed=args.seed)
     if args.distributed:
         barrier()
-    return open_folder(folder)
+    return open_folder(folder)._replace(options=dict(
+        model='cmhsa_conv_k5', model_kwargs=dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4), batch_size=20,
+        epochs=160, lr=3e-3, mixup_prob=0., no_flip=True))
 
 
 def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS) -> None:

@@ -27,8 +27,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--output', metavar='OUT', type=Path, default=Path('output/two_phases'), help='folder (default: %(default)s)')
     add = parser.add_argument_group('models').add_argument
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
-    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs, help='its arguments')
-    add('--architecture', metavar='NAME', help='phase-2 model (default: cmhsa_attn_soft)')
+    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', action=ParseKwargs, help='its arguments')
+    add('--architecture', metavar='NAME', help='phase-2 model (default: one with soft heads)')
     add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='arguments of convert_model, such as peak=0.5')
     add('--compare', metavar='MODEL', nargs='+', default=[], help='train these models of timm for as much time, too')
@@ -38,7 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process')
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
-    add('--lr', type=float, default=1e-3, help='learning rate (default: %(default)s)')
+    add('--lr', type=float, help='learning rate')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--warmup-epochs', metavar='N', type=int, default=5, help='(default: %(default)s)')
     add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
@@ -48,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
     add = parser.add_argument_group('augmentation', "DeiT's, fit to the image size").add_argument
-    add('--no-flip', action='store_true', help='never mirror images, for example of letters')
+    add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
     add('--aa', metavar='POLICY', help="timm's RandAugment; '' for none")
     add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')
     add('--mixup', metavar='A', type=float, default=0.8, help='(default: %(default)s)')
@@ -67,37 +67,32 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that fit no images."""
-    for names, least, most in (
-            ('img_size epochs batch_size grad_accum_steps', 1, math.inf), ('switch lr phase2_lr', 1e-9, 1),
-            ('ema scale mixup_prob reprob smoothing', 0, 1), ('warmup_epochs mixup cutmix workers seed', 0, math.inf)):
-        for name in names.split():
-            value = getattr(args, name)
-            if value is not None and not least <= value <= most:
-                raise ValueError(f'--{name.replace("_", "-")} {value} must be from {least} to {most}.')
+    for name in ('img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'switch', 'lr'):
+        if getattr(args, name) is not None and not getattr(args, name) > 0:
+            raise ValueError(f'--{name.replace("_", "-")} {getattr(args, name)} must be above 0.')
+    if args.switch > 1:
+        raise ValueError(f'--switch {args.switch} must be at most 1, phase 1 alone.')
     for name in filter(None, (args.model, *args.compare)):
         if not timm.is_model(name):
             raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
 
 
 def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
-    """Choose what was left out, and return what was chosen and why, a line for each choice.
-
-    Raises:
-        ValueError: If there are fewer images than a batch needs.
-    """
+    """Choose what was left out, and return what was chosen and why, a line for each choice."""
     notes, args.num_images = [], len(data.train)
 
     def choose(name: str, value: Any, reason: str) -> None:
         if getattr(args, name) is None:
+            value, reason = (data.options[name], 'fits these images') if name in data.options else (value, reason)
             setattr(args, name, value)
             notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
     size = max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0])
     choose('img_size', size, f'the shorter side of the images is {data.side} pixels')
     is_small = args.img_size <= 64
-    if args.model is None and 32 < args.img_size < 224:
-        args.model_kwargs = dict(patch_size=8, hidden_chans=3, **args.model_kwargs)
+    has_fit = args.model is None and 32 < args.img_size < 224
     choose('model', 'cmhsa_conv_k5_patch4_32' if args.img_size < 224 else 'cmhsa_conv_k5', 'fits the image size')
+    choose('model_kwargs', dict(patch_size=8, hidden_chans=3) if has_fit else {}, 'arguments of the model')
     choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
     steps = args.num_images // (args.batch_size * args.grad_accum_steps * args.world_size)
     if not steps:
@@ -105,6 +100,8 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
     choose('epochs', 4 if args.quick else min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
+    choose('lr', 1e-3, 'of AdamW, for small models')
+    choose('no_flip', False, 'images are mirrored')
     choose('aa', '' if is_small else 'rand-m9-mstd0.5-inc1', 'none for small images' if is_small else "DeiT's")
     choose('scale', 1. if is_small else 0.08, 'small images are shifted' if is_small else "DeiT's")
     choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")

@@ -26,25 +26,14 @@ timm_cmhsa.push_to_hub(model, 'USER/NAME')  # publish it
 def write_report(
         output: Path,
         results: Dict[str, Any],
-        curves: Dict[str, List[Point]],
         class_names: List[str],
         logits: torch.Tensor,
         targets: torch.Tensor,
         models: Dict[str, nn.Module],
         images: torch.Tensor,
 ) -> None:
-    """Write results.json, results.md and pictures.
-
-    Args:
-        output: Folder.
-        results: Content of results.json.
-        curves: Points of every training, by its title.
-        class_names: Names of the classes.
-        logits, targets: Of the validation images.
-        models: Models with attention, by title.
-        images: Some validation images, to see where they attend.
-    """
-    pictures = {'curves.png': draw_curves(curves)}
+    """Write results.json, results.md and pictures of curves, of errors (logits, targets) and of models' attention."""
+    pictures = {'curves.png': draw_curves(results['curves'])}
     if models:
         pictures['attention.png'] = draw_attention(models, images)
     if len(class_names) <= MAX_CLASSES:

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
 from tqdm import tqdm
 
+from ..errors import one_line
 from .data import Data
-from .options import fingerprint
 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 NUM_DRAWN = 32  # images whose attention is drawn
@@ -33,7 +33,9 @@ Point = Dict[str, float]  # of a curve
 class Trained:
     """A model in training, and everything else that a checkpoint holds."""
     model: nn.Module
+    forward: Any  # the same, compiled and distributed
     optimizer: torch.optim.Optimizer
+    scheduler: Scheduler
     average: Optional[ModelEmaV3] = None
     scaler: Optional[NativeScaler] = None
     history: List[Point] = field(default_factory=list)
@@ -58,7 +60,10 @@ class Trained:
         """Save a checkpoint. A kill or a full disk at any moment leaves the old one or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {name: part.state_dict() for name, part in self._parts().items()}
-        torch.save({'history': self.history, **state}, path.with_suffix('.part'))
+        try:
+            torch.save({'history': self.history, **state}, path.with_suffix('.part'))
+        except RuntimeError as e:
+            raise OSError(f'{path} cannot be written: {one_line(e)} Make room, and run the same command again.') from e
         path.with_suffix('.part').replace(path)
 
     def load(self, path: Path) -> None:
@@ -72,12 +77,7 @@ class Trainer:
     """What all trainings of a run share: images, options and device."""
 
     def __init__(self, args: Namespace, data: Data, config: Dict[str, Any]) -> None:
-        """
-        Args:
-            args: Options of `python -m timm_cmhsa.train`, complete.
-            data: Images.
-            config: How timm prepares images, see `data_config`.
-        """
+        """Open images as timm prepares them (`data_config`), with the complete options of the command."""
         self.args, self.num_classes, self.device = args, len(data.class_names), torch.device(args.device)
         size, is_cuda = (config['input_size'][0], args.img_size, args.img_size), self.device.type == 'cuda'
         common: Dict[str, Any] = dict(
@@ -101,7 +101,15 @@ class Trainer:
         for dataset in (data.train, data.validation):
             if size[0] == 1:
                 dataset.transform.transforms.insert(0, Grayscale())
-        self.writer = _make_writer(args)
+        self.writer: Any = None
+        if args.log is not None and args.rank == 0:
+            from torch.utils.tensorboard import SummaryWriter
+
+            if args.log == 'wandb':
+                import wandb
+
+                wandb.init(project='timm_cmhsa', name=args.output.name, config=vars(args), sync_tensorboard=True)
+            self.writer = SummaryWriter(str(args.output / 'tensorboard'))
 
     def fit(
             self,
@@ -124,26 +132,24 @@ class Trainer:
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
         model.to(self.device)
-        state = Trained(model, self._optimizer(model, before))
-        if args.ema:
-            state.average = ModelEmaV3(average or model, args.ema, use_warmup=True)
-        if args.amp_dtype == 'float16':
-            state.scaler = NativeScaler(self.device.type)
+        forward = torch.compile(model) if args.compile else model
+        optimizer = self._optimizer(model, before)
         scheduler, _ = create_scheduler_v2(
-            state.optimizer, num_epochs=len(schedule), min_lr=args.lr / 100, warmup_lr=1e-6,
+            optimizer, num_epochs=len(schedule), min_lr=args.lr / 100, warmup_lr=1e-6,
             warmup_epochs=min(args.warmup_epochs, len(schedule) // 4), step_on_epochs=False,
             updates_per_epoch=self.updates)
+        state = Trained(
+            model, DistributedDataParallel(forward) if args.distributed else forward, optimizer, scheduler,
+            ModelEmaV3(average or model, args.ema, use_warmup=True) if args.ema else None,
+            NativeScaler(self.device.type) if args.amp_dtype == 'float16' else None)
         if path.exists():
             state.load(path)
-        trained: Any = torch.compile(model) if args.compile else model
-        if args.distributed:
-            trained = DistributedDataParallel(trained)
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
         seconds = state.seconds or (before.seconds if before else 0.)
         with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
                   unit='step', disable=args.rank != 0) as progress:
             for epoch in range(first, epochs.stop):
-                loss, duration = self._train_epoch(epoch, epochs, schedule, trained, state, scheduler, progress)
+                loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
@@ -180,15 +186,7 @@ class Trainer:
         return optimizer
 
     def _train_epoch(
-            self,
-            epoch: int,
-            epochs: range,
-            schedule: range,
-            model: nn.Module,
-            state: Trained,
-            scheduler: Scheduler,
-            progress: tqdm,
-    ) -> Tuple[float, float]:
+            self, epoch: int, epochs: range, schedule: range, state: Trained, progress: tqdm) -> Tuple[float, float]:
         """Train an epoch, whose randomness depends on the seed and its number alone. Return mean loss and seconds."""
         args, optimizer, scaler, start = self.args, state.optimizer, state.scaler, time.perf_counter()
         random_seed(args.seed * 100_003 + epoch, args.rank)
@@ -198,19 +196,19 @@ class Trainer:
         batches, total = iter(self.loader), torch.zeros((), device=self.device)
         dtype = getattr(torch, args.amp_dtype or 'bfloat16')
         autocast = torch.autocast(self.device.type, dtype, enabled=bool(args.amp_dtype))
-        model.train()
+        state.model.train()
         for update in range(epoch * self.updates, (epoch + 1) * self.updates):
             for group in optimizer.param_groups:
                 if group.get('is_new'):
                     group['lr_scale'] = min((update - epochs.start * self.updates + 1) / warmup, 1.)
-            scheduler.step_update(update - schedule.start * self.updates)
+            state.scheduler.step_update(update - schedule.start * self.updates)
             optimizer.zero_grad()
             for i, (images, targets) in enumerate(itertools.islice(batches, args.grad_accum_steps), 1):
                 images, targets = images.to(self.device), targets.to(self.device)
                 if self.mixup is not None:
                     images, targets = self.mixup(images, targets)
                 with autocast:
-                    logits = model(images)
+                    logits = state.forward(images)
                 loss = self.loss_fn(logits.float(), targets) / args.grad_accum_steps
                 total += loss.detach()
                 if scaler is None:
@@ -245,16 +243,3 @@ class Trainer:
         """Return some validation images of all classes, as the models get them: shape (B, C, H, W)."""
         each = -(-NUM_DRAWN // len(self.val_loader))
         return torch.cat([images[:each] for images, _ in self.val_loader])[:NUM_DRAWN]
-
-
-def _make_writer(args: Namespace) -> Any:
-    """Return what logs curves for TensorBoard or Weights & Biases, if asked for."""
-    if args.log is None or args.rank:
-        return None
-    from torch.utils.tensorboard import SummaryWriter
-
-    if args.log == 'wandb':
-        import wandb
-
-        wandb.init(project='timm_cmhsa', name=args.output.name, config=fingerprint(args), sync_tensorboard=True)
-    return SummaryWriter(str(args.output / 'tensorboard'))

@@ -1,4 +1,4 @@
-"""Pictures of the centres of Gaussian heads. Needs matplotlib: pip install 'timm_cmhsa[plots]'."""
+"""Pictures of the centres of Gaussian heads, for pixel_models.py."""
 import math
 from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
 
@@ -11,8 +11,8 @@ from matplotlib.patches import Ellipse, Rectangle
 from timm.utils import unwrap_model
 from torch import nn
 
-from ..rel_pos import Grid
-from .encodings import QuadraticRelPos
+from timm_cmhsa.pixel.encodings import QuadraticRelPos
+from timm_cmhsa.rel_pos import Grid
 
 CONTOURS: Dict[int, Any] = {50: '-', 90: ':'}  # line styles, by percentage of the Gaussian inside
 MIN_INV_VARIANCE = 1e-6  # patches^-2; the contours of a flatter Gaussian are far outside any picture
