@@ -2,7 +2,6 @@
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import run_forked, run_python
+from helpers import run_python
 from PIL import Image
 
 import timm_cmhsa
@@ -107,18 +106,30 @@ def test_a_finished_run_is_not_done_again(finished, photos):
     assert {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()} == before
 
 
+def train_with_hook(hook, photos, output):
+    """Train in a process of its own, with an audit hook `hook(event, args)`: before it saves, it renames."""
+    return run_python('-c', f'''
+import os, resource, signal, sys
+from pathlib import PosixPath
+from timm_cmhsa.train import train_two_phases
+saved = []
+def hook(event, args):
+    if event == 'os.rename' and str(args[1]).endswith('.pth.tar'):
+        saved.append(os.path.basename(args[1]))
+        {hook}
+sys.addaudithook(hook)
+try:
+    train_two_phases({photos!r}, output={output!r}, **{OPTIONS!r})
+except OSError as e:
+    sys.exit(str(e))
+''')
+
+
 @pytest.mark.parametrize(('name', 'number'), [('phase1', 1), ('phase1', 2), ('phase2', 1), ('phase2', 2)])
 def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos, tmp_path):
     """Killed while a checkpoint is saved: the last of phase 1 or the first of phase 2 are at the switch."""
-    left = [number]
-
-    def kill(event, args):
-        if event == 'os.rename' and str(args[1]).endswith(f'{name}.pth.tar'):
-            left[0] -= 1
-            if not left[0]:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    assert run_forked(lambda: train_two_phases(photos, output=tmp_path, **OPTIONS) and 0, kill) == -signal.SIGKILL
+    kill = f'saved.count("{name}.pth.tar") == {number} and os.kill(os.getpid(), signal.SIGKILL)'
+    assert train_with_hook(kill, photos, tmp_path).returncode == -signal.SIGKILL
     results = train_two_phases(photos, output=tmp_path, **OPTIONS)
     assert results['top1'] == finished[1]['top1']
     assert_same(weights(tmp_path), weights(finished[0]))
@@ -126,21 +137,11 @@ def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos
 
 def test_a_full_disk_keeps_the_last_checkpoint(finished, photos, tmp_path):
     """The second checkpoint finds a full disk. With space again, the same call ends as it would have."""
-    def train():
-        train_two_phases(photos, output=tmp_path, **OPTIONS)
-
-    def train_in_vain():
-        with pytest.raises(OSError, match=r'phase1.pth.tar cannot be written: .* run the same command again'):
-            train()
-
-    def limit(event, args):
-        if event == 'os.rename' and str(args[1]).endswith('phase1.pth.tar'):
-            resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))
-            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-
-    assert run_forked(train_in_vain, limit) == 0
+    fill = 'signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))'
+    message = train_with_hook(fill, photos, tmp_path).stderr.splitlines()[-1]
+    assert re.fullmatch(r'.*phase1.pth.tar cannot be written: .* run the same command again\.', message)
     assert (tmp_path / 'checkpoints' / 'phase1.pth.tar').exists()
-    train()
+    train_two_phases(photos, output=tmp_path, **OPTIONS)
     assert_same(weights(tmp_path), weights(finished[0]))
 
 
