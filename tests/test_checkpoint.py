@@ -179,7 +179,7 @@ def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path
     ('--tolerance nan', 'tolerance=nan must be 0 or more'), ('--peak 1.5', 'peak=1.5 must be a number between 0 and 1'),
     ('--model-kwargs pretrained=True', 'pretrained: not an argument'), ('--model-kwargs act_layer=eval', 'eval'),
     ('--peak a', 'argument --peak: invalid float value'), ('--pek 0.5', 'unrecognized arguments: --pek 0.5'),
-    ('--img-size a', "'a' is neither N nor HxW"), ('--in-chans 0', "'0' is not a positive number"),
+    ('--img-size a', "'a' is neither N nor HxW"), ('--in-chans a', "invalid int value: 'a'"),
     ('--model-kwargs global_pool', 'expected NAME=VALUE'), ('--license mit', 'are for --push-to-hub'),
     ('--peak 0.5 --sharpness 9', 'sharpness=9.0 is for hard ones'), ('--push-to-hub me', 'expected USER/NAME'),
     ('--model cmhsa_attn_soft --sharpness 9', 'peak=0.75 makes heads soft'),

@@ -107,7 +107,7 @@ def test_bad_input_is_one_line_and_exit_2(arguments, message, folder, tmp_path, 
 
 
 @pytest.mark.parametrize('arguments', [
-    ['--num-images', '0'], ['--query', '1'], ['--query', 'a', 'b'], ['--model-kwargs', 'depth']])
+    ['--num-images', 'a'], ['--query', '1'], ['--query', 'a', 'b'], ['--model-kwargs', 'depth']])
 def test_bad_options_are_exit_2(arguments, folder, tmp_path, capsys):
     with pytest.raises(SystemExit) as e:
         main([str(folder / 'local'), '--output', str(tmp_path / 'out'), *arguments])

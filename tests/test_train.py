@@ -91,7 +91,7 @@ def test_models_can_be_loaded_and_compute_what_was_reported(finished, photos):
             targets.append(label)
     for folder, key in (('phase1', 'phase1_top1'), ('model', 'top1')):
         model = timm.create_model(f'local-dir:{output / folder}', pretrained=True).eval()
-        transform = timm.data.create_transform(**{**timm_cmhsa.images.data_config(model), 'crop_pct': 1.})
+        transform = timm.data.create_transform(**timm_cmhsa.images.data_config(model))
         with torch.inference_mode():
             logits = model(torch.stack([transform(Image.open(path)) for path in images]))
         right = (logits.argmax(dim=1) == torch.tensor(targets)).float().mean().item()
@@ -197,6 +197,7 @@ def test_more_options(photos, tmp_path):
     assert 'optimistic' in (tmp_path / 'results.md').read_text()
     history = torch.load(tmp_path / 'checkpoints' / 'phase2.pth.tar', weights_only=True)['history']
     assert results['top1'] == max(point['top1'] for point in history)
+    assert results['curves']['phase 2'] == history
     assert timm_cmhsa.load_model(tmp_path / 'model').blocks[0].attn.num_heads == 10
     assert list((tmp_path / 'tensorboard').iterdir())
 
@@ -284,7 +285,7 @@ def missing(root):
     (one_class, {}, 'has one class, cat'),
     (one_image, {}, 'has one class, cat'),
     (nested, {}, 'is a folder in a folder'),
-    (all_broken, {}, 'dog needs a readable image'),
+    (all_broken, {}, 'dog needs an image to train on, and one to validate on. left out 4 of 12 images'),
     (missing, {}, 'is not a folder'),
     (None, dict(batch_size=100), '12 training images are fewer than a step needs'),
     (None, dict(batch_size=3), 'must be even for Mixup'),
@@ -293,6 +294,10 @@ def missing(root):
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
     (None, dict(switch=0), '--switch 0 must be above 0'),
     (None, dict(epochs=0), '--epochs 0 must be above 0'),
+    (None, dict(epochs=1), '--epochs 1 has no room for two phases'),
+    (None, dict(aa='nonsense'), 'nonsense'),
+    (None, dict(device='nonsense'), 'nonsense'),
+    (None, dict(opt='nonsense'), 'nonsense'),
     (None, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
     (None, dict(dataset='torch/nonsense'), 'torch/nonsense cannot be opened'),
     (None, dict(dataset='torch/cifar10'), 'torch/cifar10 cannot be opened'),
@@ -320,6 +325,34 @@ def test_the_command_prints_one_line(options, message, tmp_path):
 def test_a_folder_of_another_run_is_left_as_it_is(finished, photos):
     with pytest.raises(ValueError, match=r'holds a run with seed=0: give another --output'):
         train_two_phases(photos, output=finished[0], seed=1, **OPTIONS)
+
+
+def test_other_images_are_not_taken_for_the_same_run(finished, tmp_path):
+    root = write_folder(tmp_path)
+    for split in ('train', 'validation'):
+        (root / split / 'cat').rename(root / split / 'cow')
+    with pytest.raises(ValueError, match=r"holds a run with classes=\['cat', 'dog', 'owl'\]"):
+        train_two_phases(root, output=finished[0], **OPTIONS)
+
+
+def test_large_seeds_and_digits_with_other_models(tmp_path):
+    """The options that fit the digits' own model are not those of another one; models to compare are as gray."""
+    for options in (dict(model='test_resnet', switch=1), dict(compare=['test_resnet'])):
+        results = train_two_phases(
+            output=tmp_path / str(len(options)), seed=20_261_124, epochs=2, device='cpu', **options)
+        assert results['num_train'] == 400
+    assert not (tmp_path / '2' / 'model').exists()
+    assert 'local-dir:' not in (tmp_path / '2' / 'results.md').read_text()
+
+
+def test_split_names_can_be_classes_and_hidden_folders_are_none(photos, tmp_path):
+    for name in ('train', 'test', 'bus'):
+        for i in range(2):
+            write_image(tmp_path / name / f'{i}.png')
+    assert open_folder(tmp_path).class_names == ['bus', 'test', 'train']
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    (root / 'train' / '.ipynb_checkpoints').mkdir()
+    assert open_folder(root).class_names == list(CLASSES)
 
 
 def test_unknown_options(photos):

@@ -78,10 +78,9 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch a model to eval mode, without compiled code, and switch every module back to its own mode afterwards.
+    """Switch a model to eval mode, without compiled code, which skips hooks, and every module back afterwards.
 
-    This sets flags instead of calling `eval`, which makes some modules merge their weights. Compiled code would not
-    call hooks that were added after it.
+    This sets flags instead of calling `eval`, which makes some modules merge their weights.
     """
     training = {module: module.training for module in model.modules()}
     for module in training:

@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
 def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `convert_checkpoint`; return its exit code."""
     parser = _convert_parser()
-    args = vars(_parse(parser, argv))
+    args = vars(parse_options(parser, argv))
     repo_id, private, license = args.pop('push_to_hub'), args.pop('private'), args.pop('license')
     dst, model_kwargs = args['dst'], args.pop('model_kwargs')
     model_kwargs.update({key: args.pop(key) for key in ('img_size', 'patch_size', 'in_chans') if key in args})
@@ -61,7 +61,7 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
 def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `plot_attention`; return its exit code."""
     parser = _plot_parser()
-    args = _parse(parser, argv)
+    args = parse_options(parser, argv)
     try:
         from .plots import in_order_of_training, plot_attention
     except ModuleNotFoundError as e:
@@ -94,11 +94,11 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
     return 0
 
 
-def _parse(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]) -> argparse.Namespace:
+def parse_options(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
     try:
         return parser.parse_args(argv)
     except (ValueError, SyntaxError):  # of timm's ParseKwargs
-        parser.error('argument --model-kwargs: expected NAME=VALUE')
+        parser.error('argument --model-kwargs and the like: expected NAME=VALUE')
 
 
 def _size(text: str) -> Tuple[int, int]:
@@ -106,12 +106,6 @@ def _size(text: str) -> Tuple[int, int]:
     if not match:
         raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW')
     return int(match[1]), int(match[2] or match[1])
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f'{text!r} is not a positive number')
-    return int(text)
 
 
 def _convert_parser() -> argparse.ArgumentParser:
@@ -129,7 +123,7 @@ def _convert_parser() -> argparse.ArgumentParser:
     add('--sharpness', metavar='M', type=float, help='bias of a hard head (default: exact to rounding)')
     for name, kind, text in (('img-size', _size, 'image size, N or HxW pixels'),
                              ('patch-size', _size, 'patch size, N or HxW pixels'),
-                             ('in-chans', _positive, 'image channels')):
+                             ('in-chans', int, 'image channels')):
         add(f'--{name}', metavar='N', type=kind, default=argparse.SUPPRESS, help=f'{text}, if the checkpoint lacks it')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='other arguments of the phase-1 model that the checkpoint lacks, such as global_pool=max')
@@ -152,7 +146,7 @@ def _plot_parser() -> argparse.ArgumentParser:
     add('--output', metavar='FOLDER', type=Path, required=True,
         help='folder for the pictures; older pictures there are replaced')
     add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')
-    add('--num-images', metavar='N', type=_positive, default=100,
+    add('--num-images', metavar='N', type=int, default=100,
         help='take at most N images of the folder (default: %(default)s)')
     add('--query', metavar=('ROW', 'COL'), nargs=2, type=float, default=(0.5, 0.5),
         help='patch to look from: 0 0 is the upper left corner of the image, 1 1 the lower right one (default: centre)')

@@ -96,13 +96,6 @@ class AttendedConv2d(nn.Module):
         tokens = self.attn(map_to_tokens(x, self.map_size, self.patch_size, self.grid_size))
         return tokens_to_map(tokens, x, self.out_size, self.out_patch_size, self.grid_size)
 
-    def extra_repr(self) -> str:
-        words = ['x'.join(map(str, self.kernel_size))]
-        for name, values in (('stride', self.stride), ('dilation', self.dilation), ('groups', (self.groups,))):
-            if max(values) > 1:
-                words.append(f'{name} {"x".join(map(str, dict.fromkeys(values)))}')
-        return ', '.join(words)
-
 
 class AttendedConv1d(AttendedConv2d):
     """The same for sequences, as images of one row: (B, C_in, L) to (B, C_out, L_out)."""
@@ -196,9 +189,10 @@ def attention_summary(model: nn.Module) -> str:
             macs = attn.num_heads * _head_macs(
                 attn.qkv.in_features, attn.proj.out_features, attn.head_dim, attn.qk_dim, math.prod(grid_size))
             costs.append([module.num_params, num_params, module.macs, macs])
+            kernel = 'x'.join(map(str, module.kernel_size))
             rows.append((
-                name, module.extra_repr(), f'{grid_size[0]} x {grid_size[1]}', f'{attn.num_heads} of {attn.head_dim}',
-                *_changes(costs[-1])))
+                name, f'{kernel}, stride {module.stride[0]}', f'{grid_size[0]} x {grid_size[1]}',
+                f'{attn.num_heads} of {attn.head_dim}', *_changes(costs[-1])))
     rows.append((f'{len(costs)} in all', '', '', '', *_changes([sum(column) for column in zip(*costs)] or [0] * 4)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)

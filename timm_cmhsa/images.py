@@ -19,7 +19,7 @@ _logger = logging.getLogger(__name__)
 NUM_NOISE_IMAGES = 8
 MAX_PIXELS = 2 ** 25  # of an image: a small file can fill the memory once it is decoded
 MAX_ASPECT = 100  # likewise, as images are resized by their shorter side
-FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF')  # Pillow runs external programs for some others
+FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM')  # Pillow runs external programs for some others
 
 
 def data_config(model: nn.Module) -> Dict[str, Any]:

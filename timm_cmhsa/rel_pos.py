@@ -128,14 +128,7 @@ class RelPosTable(OffsetRelPos):
             new_grid_size: Grid,
             bias_scale: Optional[torch.Tensor] = None,
     ) -> torch.Tensor:
-        """Return the table for another grid.
-
-        Args:
-            table: Biases of all offsets: shape (num_offsets, num_heads).
-            grid_size: Grid of the table.
-            new_grid_size: Grid of the result.
-            bias_scale: Scale of a padded table that comes from another model.
-        """
+        """Return the table, (num_offsets, num_heads), for another grid. A padded one may have another model's scale."""
         (pad_h, pad_w), (height, width) = self.padding, grid_size
         table_2d = table.reshape(2 * (height + pad_h) - 1, 2 * (width + pad_w) - 1, -1)
         grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
@@ -151,13 +144,7 @@ class RelPosTable(OffsetRelPos):
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:
-        """Point a head at an offset, and at the zero key where that offset lies outside the image.
-
-        Args:
-            head: Index of the head.
-            offsets: One offset, or with circular padding all offsets that lead to the same patch.
-            sharpness: Bias of these offsets. All others get 0 and the zero key half of it.
-        """
+        """Point a head at an offset (or all that lead to the same patch), and outside the image at the zero key."""
         wanted = torch.tensor(offsets, device=self.offsets.device)
         is_wanted = (self.offsets.unsqueeze(1) == wanted).all(dim=-1).any(dim=1)
         self.relative_position_bias_table[:, head] = is_wanted * sharpness
@@ -244,8 +231,6 @@ def create_rel_pos(
 
     Args:
         name: 'table' or 'padded_table'.
-        grid_size: Patches per image side.
-        num_heads: Number of heads.
         padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
         **dd: Device and dtype.
 
@@ -265,8 +250,7 @@ def create_rel_pos(
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
     """Return the sharpness at which a hard head's leak to other patches is a rounding error.
 
-    At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps), which is 42
-    for float32 and 83 for float64 at 14 x 14 patches.
+    At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps).
     """
     return 2 * math.log(num_tokens / torch.finfo(dtype).eps)
 

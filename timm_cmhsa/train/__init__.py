@@ -7,24 +7,27 @@ import argparse
 import copy
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import timm
+from timm.optim import create_optimizer_v2
 from timm.utils import accuracy, init_distributed_device, random_seed
 from torch import nn
 
 from ..convert import convert_model
+from ..errors import one_line
 from ..hub import save_for_hub
 from ..images import data_config
 from ..load import PathLike
 from ..models import Cmhsa
-from .data import open_dataset, open_digits, open_folder
+from .data import Data, open_dataset, open_digits, open_folder
 from .options import add_options, check_options, choose_options, fingerprint
 from .trainer import Trained, Trainer
 
 PEAK = 0.75  # weight of a soft head on its own offset
 
 Rewrite = Callable[[nn.Module], nn.Module]
+Models = Dict[str, nn.Module]
 
 
 def train_two_phases(
@@ -61,44 +64,34 @@ def train_two_phases(
 
 def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     """Do what `train_two_phases` does, for the options of the command."""
-    from .report import write_report  # matplotlib should be missing before the training, not after it
+    from .report import write_report  # fails before the training if matplotlib is missing
 
     def to_phase2(model: nn.Module) -> nn.Module:
+        random_seed(args.seed)
         if rewrite is None:
             peak = None if args.architecture else PEAK
             return convert_model(model, args.architecture, **{'peak': peak, **args.phase2_kwargs})
         return rewrite(copy.deepcopy(model))
 
-    args.output = Path(args.output)
-    init_distributed_device(args)
-    check_options(args)
-    if args.dataset:
-        data = open_dataset(args.dataset, Path(args.data_dir or 'data'), args.download)
-    else:
-        data = open_folder(Path(args.data_dir)) if args.data_dir else open_digits(args)
-    chosen = [*data.notes, *choose_options(args, data)]
-    switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
-    random_seed(args.seed)
-    model = _create(args.model, args, len(data.class_names), **args.model_kwargs)
-    if switch < args.epochs:
-        to_phase2(model)  # what cannot be rewritten should fail now
-    _note_options(args)
+    try:
+        data, model, others, trainer, chosen = _prepare(args, to_phase2)
+    except (AssertionError, RuntimeError) as e:  # of timm's and torch's checks
+        raise ValueError(one_line(e)) from e
     say = print if args.rank == 0 else (lambda *_, **__: None)
     say(*chosen, sep='\n')
-    trainer = Trainer(args, data, data_config(model))
-
+    switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
     epochs1, epochs2 = range(switch), range(switch, args.epochs)
     schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
     phase1 = final = trainer.fit('phase1', model, epochs1, schedules[0])
-    phases, converted = {'phase 1': phase1}, None
+    trained, converted = {'phase 1': phase1}, None
     results: Dict[str, Any] = {'phase1_top1': trainer.validate(phase1.judged)['top1'], 'converted_top1': None}
     if epochs2:
         converted = to_phase2(phase1.judged)
         results['converted_top1'] = trainer.validate(converted)['top1']
         say('top-1 before the rewrite {phase1_top1:.2f} %, after it {converted_top1:.2f} %'.format(**results))
         final = trainer.fit('phase2', to_phase2(phase1.model), epochs2, schedules[1], phase1, converted)
-        phases['phase 2'] = final
-    others = {name: _compare(name, args, trainer, final) for name in args.compare}
+        trained['phase 2'] = final
+    trained.update((name, _compare(name, other, trainer, final)) for name, other in others.items())
     if args.rank:
         return results
     for name, each in dict(phase1=phase1, model=final).items():
@@ -108,20 +101,41 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     results.update(
         top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
-        compare={name: trainer.validate(other.judged)['top1'] for name, other in others.items()},
-        curves={name: each.history for name, each in {**phases, **others}.items()},
-        chosen=chosen, options=fingerprint(args))
+        compare={name: trainer.validate(trained[name].judged)['top1'] for name in others},
+        curves={name: each.history for name, each in trained.items()}, chosen=chosen, options=fingerprint(args))
     attention = {} if converted is None else {'before phase 2': converted, 'after phase 2': final.judged}
     write_report(args.output, results, data.class_names, logits, targets, attention, trainer.images())
     say((args.output / 'results.md').read_text(encoding='utf-8'))
     return results
 
 
-def _create(name: str, args: argparse.Namespace, num_classes: int, **kwargs: Any) -> nn.Module:
+def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Module, Models, Trainer, List[str]]:
+    """Open the images, choose what was left out, and make all that can fail before the training."""
+    args.output = Path(args.output)
+    init_distributed_device(args)
+    check_options(args)
+    if args.dataset:
+        data = open_dataset(args.dataset, Path(args.data_dir or 'data'), args.download)
+    else:
+        data = open_folder(Path(args.data_dir)) if args.data_dir else open_digits(args)
+    chosen = [*data.notes, *choose_options(args, data)]
+    model = _create(args.model, args, data, **args.model_kwargs)
+    others = {name: _create(name, args, data, in_chans=args.model_kwargs.get('in_chans', 3)) for name in args.compare}
+    if args.switch < 1:
+        to_phase2(model)
+    create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
+    trainer = Trainer(args, data, data_config(model))
+    _note_options(args)
+    return data, model, others, trainer, chosen
+
+
+def _create(name: str, args: argparse.Namespace, data: Data, **kwargs: Any) -> nn.Module:
+    random_seed(args.seed)
+    kwargs.update(num_classes=len(data.class_names), pretrained_cfg_overlay=dict(crop_pct=1.))
     try:
-        return timm.create_model(name, num_classes=num_classes, img_size=args.img_size, **kwargs)
+        return timm.create_model(name, **{'img_size': args.img_size, **kwargs})
     except TypeError:  # convolutional networks take any size
-        return timm.create_model(name, num_classes=num_classes, **kwargs)
+        return timm.create_model(name, **kwargs)
 
 
 def _note_options(args: argparse.Namespace) -> None:
@@ -131,15 +145,14 @@ def _note_options(args: argparse.Namespace) -> None:
     changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key) != options[key])
     if changed:
         raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
-    if args.rank == 0:
+    if args.rank == 0 and not path.exists():
         args.output.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(options, indent=2), encoding='utf-8')
+        path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')
+        path.with_suffix('.part').replace(path)
 
 
-def _compare(name: str, args: argparse.Namespace, trainer: Trainer, final: Trained) -> Trained:
+def _compare(name: str, model: nn.Module, trainer: Trainer, final: Trained) -> Trained:
     """Train another model for as much time, on the same images and by the same schedule."""
-    random_seed(args.seed)
-    model = _create(name, args, trainer.num_classes)
-    epoch = trainer.fit(f'{name}-timing', copy.deepcopy(model), range(1), range(1))
-    epochs = range(max(round(final.seconds / epoch.seconds), 1))
+    timed = trainer.fit(f'{name}-timing', copy.deepcopy(model), range(2), range(2)).history  # the first may compile
+    epochs = range(max(round(final.seconds / (timed[1]['seconds'] - timed[0]['seconds'])), 1))
     return trainer.fit(name, model, epochs, epochs)

@@ -1,12 +1,12 @@
 """The command: python -m timm_cmhsa.train --data-dir DIR"""
 import sys
 
-from ..cli import Parser, run_command
+from ..cli import Parser, parse_options, run_command
 from . import __doc__ as description, run
 from .options import add_options
 
 if __name__ == '__main__':
     parser = Parser(prog='python -m timm_cmhsa.train', description=description)
     add_options(parser)
-    args = parser.parse_args()
+    args = parse_options(parser)
     sys.exit(run_command(parser.prog, lambda: run(args)))

@@ -4,7 +4,7 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
-from typing import Any, List, Mapping, NamedTuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 import numpy as np
 from PIL import Image
@@ -31,17 +31,25 @@ class Data(NamedTuple):
     options: Mapping[str, Any] = {}  # that fit them, where none are given
 
 
+class Photos(ImageFolder):
+    """A folder of images, without hidden folders such as Jupyter's."""
+
+    def find_classes(self, directory: str) -> Tuple[List[str], Dict[str, int]]:
+        names = [name for name in super().find_classes(directory)[0] if not name.startswith('.')]
+        return names, {name: i for i, name in enumerate(names)}
+
+
 def open_folder(root: Path) -> Data:
     """Open `train/CLASS/*` and `validation/CLASS/*`, or `CLASS/*` alone, from which every tenth image is held out.
 
     Raises:
-        ValueError: If it is not such a folder, or training and validation have other classes.
-        FileNotFoundError: If a class is empty.
+        ValueError, FileNotFoundError: If it is not such a folder, a class is empty, or the classes differ.
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
-    held_out = next((root / name for name in VALIDATION_NAMES if (root / name).is_dir()), None)
-    root = root / 'train' if (root / 'train').is_dir() else root
+    splits = {path.name: path for path in root.iterdir() if path.is_dir() and any(path.glob('*/'))}
+    held_out = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
+    root = splits.get('train', root)
     notes: List[str] = []
     if held_out is not None:
         train, validation = _read(root, notes), _read(held_out, notes)
@@ -57,14 +65,14 @@ def open_folder(root: Path) -> Data:
         notes.append(f'every tenth image of a class in {root} is held out for validation')
     for i, name in enumerate(train.classes):
         if any(all(target != i for _, target in part.samples) for part in (train, validation)):
-            raise ValueError(f'{root}: {name} needs a readable image to train on and another one to validate on.')
+            raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
     sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
     return Data(train, validation, train.classes, round(median(sides)), notes)
 
 
 def _read(root: Path, notes: List[str]) -> ImageFolder:
     """Return the images of a folder, without those that cannot be read, which are noted."""
-    images = ImageFolder(str(root))
+    images = Photos(str(root))
     if len(images.classes) < 2:
         raise ValueError(f'{root} has one class, {images.classes[0]}: expected two folders of images or more.')
     for path, _ in images.samples:
@@ -105,7 +113,7 @@ def open_dataset(name: str, root: Path, download: bool) -> Data:
 
 def open_digits(args: argparse.Namespace) -> Data:
     """Open the digits that scikit-learn ships."""
-    folder = args.output / 'digits'
+    folder = args.output / f'digits-{args.seed}'
     if args.rank == 0:
         write_digits(folder, seed=args.seed)
     if args.distributed:

@@ -14,7 +14,7 @@ from .data import Data
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS = 4000  # of both phases, if the epochs are left out
 WITHOUT_EFFECT = {  # on what is trained
-    'amp_dtype', 'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'quick', 'rank', 'workers'}
+    'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'quick', 'rank'}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--architecture', metavar='NAME', help='phase-2 model (default: one with soft heads)')
     add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='arguments of convert_model, such as peak=0.5')
-    add('--compare', metavar='MODEL', nargs='+', default=[], help='train these models of timm for as much time, too')
+    add('--compare', metavar='MODEL', nargs='+', default=[], help='also train these models of timm, for the same time')
     add = parser.add_argument_group('schedule').add_argument
     add('--epochs', metavar='N', type=int, help=f'of both phases (default: about {STEPS} steps)')
     add('--switch', metavar='F', type=float, default=0.6, help='share of phase 1 (default: %(default)s)')
@@ -47,7 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--keep', choices=('last', 'best'), default='last',
         help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
-    add = parser.add_argument_group('augmentation', "DeiT's, fit to the image size").add_argument
+    add = parser.add_argument_group('augmentation', "DeiT's, fitted to the image size").add_argument
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
     add('--aa', metavar='POLICY', help="timm's RandAugment; '' for none")
     add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')
@@ -67,11 +67,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that fit no images."""
-    for name in ('img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'switch', 'lr'):
+    for name in ('img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'switch', 'lr', 'phase2_lr'):
         if getattr(args, name) is not None and not getattr(args, name) > 0:
             raise ValueError(f'--{name.replace("_", "-")} {getattr(args, name)} must be above 0.')
     if args.switch > 1:
-        raise ValueError(f'--switch {args.switch} must be at most 1, phase 1 alone.')
+        raise ValueError(f'--switch {args.switch} must be at most 1 (phase 1 alone).')
     for name in filter(None, (args.model, *args.compare)):
         if not timm.is_model(name):
             raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
@@ -79,11 +79,12 @@ def check_options(args: argparse.Namespace) -> None:
 
 def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice."""
-    notes, args.num_images = [], len(data.train)
+    notes, args.num_images, args.classes = [], len(data.train), data.class_names
+    fitting = {name: value for name, value in data.options.items() if name != 'model_kwargs' or args.model is None}
 
     def choose(name: str, value: Any, reason: str) -> None:
         if getattr(args, name) is None:
-            value, reason = (data.options[name], 'fits these images') if name in data.options else (value, reason)
+            value, reason = (fitting[name], 'fits these images') if name in fitting else (value, reason)
             setattr(args, name, value)
             notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
@@ -102,11 +103,13 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     choose('epochs', 4 if args.quick else min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
     choose('lr', 1e-3, 'of AdamW, for small models')
     choose('no_flip', False, 'images are mirrored')
+    if args.switch < 1 and args.epochs < 2:
+        raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
     choose('aa', '' if is_small else 'rand-m9-mstd0.5-inc1', 'none for small images' if is_small else "DeiT's")
     choose('scale', 1. if is_small else 0.08, 'small images are shifted' if is_small else "DeiT's")
     choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")
     choose('reprob', 0. if is_small else 0.25, 'none for small images' if is_small else "DeiT's")
-    choose('workers', min(os.cpu_count() or 1, 4) if args.num_images * args.img_size > 500_000 else 0, 'processors')
+    choose('workers', min(os.cpu_count() or 1, 4) if args.num_images * args.img_size > 500_000 else 0, 'by size')
     device, args.amp_dtype = torch.device(args.device), None
     if not args.no_amp and device.type == 'cuda':
         args.amp_dtype = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'

@@ -1,5 +1,6 @@
 """What a training leaves behind: tables and pictures."""
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List
 
@@ -9,7 +10,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
 from torch import nn
 
-from ..plots import attention_figure, attention_from, mean_attention
+from ..plots import PlotError, attention_figure, attention_from, mean_attention
 from .trainer import Point
 
 MAX_CLASSES = 20  # of a confusion matrix
@@ -35,7 +36,8 @@ def write_report(
     """Write results.json, results.md and pictures of curves, of errors (logits, targets) and of models' attention."""
     pictures = {'curves.png': draw_curves(results['curves'])}
     if models:
-        pictures['attention.png'] = draw_attention(models, images)
+        with suppress(PlotError):  # a model without attention of this package
+            pictures['attention.png'] = draw_attention(models, images)
     if len(class_names) <= MAX_CLASSES:
         pictures['confusion.png'] = draw_confusion(logits, targets, class_names)
     for name, figure in pictures.items():
@@ -61,7 +63,8 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     for title, top1 in {**rows, **results['compare']}.items():
         low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
         lines.append(f'| {title} | {top1:.2f} | {100 * low:.1f} to {100 * high:.1f} |')
-    lines += ['', *(f'![{name}]({name})' for name in pictures), '', LOAD.format(folder=output), '', 'Chosen:', '']
+    load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
+    lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen:', '']
     return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])
 
 

@@ -17,9 +17,11 @@ from timm.utils import ModelEmaV3, NativeScaler, accuracy, random_seed, reduce_t
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
+from torchvision.transforms.v2 import RGB
 from tqdm import tqdm
 
 from ..errors import one_line
+from ..images import evenly_spaced
 from .data import Data
 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
@@ -66,11 +68,12 @@ class Trained:
             raise OSError(f'{path} cannot be written: {one_line(e)} Make room, and run the same command again.') from e
         path.with_suffix('.part').replace(path)
 
-    def load(self, path: Path) -> None:
+    def load(self, path: Path) -> List[Point]:
+        """Load a checkpoint, and return its history."""
         checkpoint = torch.load(path, map_location='cpu', weights_only=True)
-        self.history = checkpoint['history']
         for name, part in self._parts().items():
             part.load_state_dict(checkpoint[name])
+        return checkpoint['history']
 
 
 class Trainer:
@@ -87,20 +90,19 @@ class Trainer:
         self.loader = create_loader(
             data.train, batch_size=args.batch_size, is_training=True, distributed=args.distributed,
             scale=(args.scale, 1.), hflip=0. if args.no_flip else 0.5, color_jitter=0., auto_augment=args.aa or None,
-            re_prob=args.reprob, **common)
+            re_prob=args.reprob, re_mode='pixel', **common)
         if args.scale == 1:  # shift images instead of cropping them, as DeiT does with small ones
-            resize = Resize(size[1:], InterpolationMode(config['interpolation']))
+            resize = Resize(args.img_size, InterpolationMode(config['interpolation']))
             data.train.transform.transforms[0] = Compose([resize, RandomCrop(size[1:], padding=size[-1] // 8)])
         self.val_loader = create_loader(data.validation, batch_size=2 * args.batch_size, crop_pct=1., **common)
-        self.updates = max(len(self.loader) // args.grad_accum_steps, 1)  # of an epoch
+        self.updates = len(self.loader) // args.grad_accum_steps  # of an epoch
         self.mixup, self.loss_fn = None, LabelSmoothingCrossEntropy(args.smoothing)
         if args.mixup or args.cutmix:
             self.mixup = Mixup(args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
                                num_classes=self.num_classes)
             self.loss_fn = SoftTargetCrossEntropy()
         for dataset in (data.train, data.validation):
-            if size[0] == 1:
-                dataset.transform.transforms.insert(0, Grayscale())
+            dataset.transform.transforms.insert(0, Grayscale() if size[0] == 1 else RGB())
         self.writer: Any = None
         if args.log is not None and args.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -131,6 +133,7 @@ class Trainer:
             average: Model that the average of weights starts from, if one is asked for; by default the model.
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
+        keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
         model.to(self.device)
         forward = torch.compile(model) if args.compile else model
         optimizer = self._optimizer(model, before)
@@ -143,7 +146,7 @@ class Trainer:
             ModelEmaV3(average or model, args.ema, use_warmup=True) if args.ema else None,
             NativeScaler(self.device.type) if args.amp_dtype == 'float16' else None)
         if path.exists():
-            state.load(path)
+            state.history = state.load(path)
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
         seconds = state.seconds or (before.seconds if before else 0.)
         with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
@@ -156,13 +159,13 @@ class Trainer:
                 point = dict(epoch=epoch + 1, train_loss=loss, seconds=seconds, **self.validate(state.judged))
                 state.history.append(point)
                 if args.rank == 0:
-                    if args.keep == 'best' and point['top1'] == max(each['top1'] for each in state.history):
+                    if keeps_best and point['top1'] == max(each['top1'] for each in state.history):
                         state.save(path.with_stem(f'{name}-best.pth'))
                     state.save(path)
                     for key, value in point.items():
                         self.writer and self.writer.add_scalar(f'{name}/{key}', value, epoch + 1)
                 progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
-        if args.keep == 'best' and before and args.rank == 0:
+        if keeps_best and args.rank == 0:
             state.load(path.with_stem(f'{name}-best.pth'))
         return state
 
@@ -189,7 +192,7 @@ class Trainer:
             self, epoch: int, epochs: range, schedule: range, state: Trained, progress: tqdm) -> Tuple[float, float]:
         """Train an epoch, whose randomness depends on the seed and its number alone. Return mean loss and seconds."""
         args, optimizer, scaler, start = self.args, state.optimizer, state.scaler, time.perf_counter()
-        random_seed(args.seed * 100_003 + epoch, args.rank)
+        random_seed((args.seed * 100_003 + epoch * args.world_size) % 2 ** 31, args.rank)
         if args.distributed:
             self.loader.sampler.set_epoch(epoch)
         warmup = max(WARMUP_OF_NEW * len(schedule) * self.updates, 1)
@@ -228,7 +231,7 @@ class Trainer:
         """Return the logits of all validation images in float32, (N, num_classes), and their classes, (N,)."""
         model.to(self.device).eval()
         logits, targets = [], []
-        with torch.inference_mode():
+        with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             for images, target in self.val_loader:
                 logits.append(model(images.to(self.device)).cpu())
                 targets.append(target.cpu())
@@ -240,6 +243,7 @@ class Trainer:
         return {'loss': F.cross_entropy(logits, targets).item(), 'top1': accuracy(logits, targets)[0].item()}
 
     def images(self) -> torch.Tensor:
-        """Return some validation images of all classes, as the models get them: shape (B, C, H, W)."""
+        """Return some validation images, as the models get them: shape (B, C, H, W)."""
         each = -(-NUM_DRAWN // len(self.val_loader))
-        return torch.cat([images[:each] for images, _ in self.val_loader])[:NUM_DRAWN]
+        images = torch.cat([images[evenly_spaced(len(images), each)] for images, _ in self.val_loader])
+        return images[:NUM_DRAWN].to(self.device)
