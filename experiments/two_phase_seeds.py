@@ -10,7 +10,7 @@ from common.report import markdown_table, seeds_note, spread, write_whole
 
 from timm_cmhsa.train import train_two_phases
 
-ATTENTION = dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4)
+ATTENTION = dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4, num_heads=11, head_dim=48)  # those of phase 2
 ROWS: Dict[str, Dict[str, Any]] = {
     'two phases': {},
     'phase 1 alone': dict(switch=1),

@@ -81,6 +81,7 @@ SMALLER = {  # in place of large models and downloads
     r"'cmhsa_attn_soft', num_classes=100, img_size=\(224, 320\)": "'test_cmhsa_attn'",
     r'--head-dim 96': '--head-dim 48',
     r"'pixel_attn_quadratic_gen'": "'test_pixel_attn', rel_pos='quadratic_gen'",
+    'epochs=100': "epochs=2, img_size=32, model='test_cmhsa_conv_k3'",
     r"'resnet18', pretrained=True": "'resnet18'",
     r'USER/(?=NAME|CONVERTED|PHASE1)': 'alice/'}
 
@@ -103,8 +104,12 @@ def workplace(tmp_path, monkeypatch):
         save(f'output/train/quadratic/checkpoint-{epoch}.pth.tar', 'test_pixel_attn')
     save('output/train/quadratic_gen/last.pth.tar', 'test_pixel_attn', rel_pos='quadratic_gen')
     for name in ('cat', 'dog', 'horse'):
-        (tmp_path / 'DIR' / 'validation' / name).mkdir(parents=True)
-        Image.linear_gradient('L').convert('RGB').save(tmp_path / 'DIR' / 'validation' / name / '1.png')
+        for split in ('train', 'validation'):
+            (tmp_path / 'DIR' / split / name).mkdir(parents=True)
+            Image.linear_gradient('L').convert('RGB').save(tmp_path / 'DIR' / split / name / '1.png')
+    (tmp_path / 'output' / 'two_phases').mkdir()
+    timm_cmhsa.save_for_hub(
+        timm.create_model('test_cmhsa_attn', num_classes=3), tmp_path / 'output' / 'two_phases' / 'model')
     (tmp_path / 'labels.txt').write_text('cat\ndog\nhorse\n')
     (tmp_path / 'results.json').write_text('{"top1": 96.7, "top5": 99.9}')
     monkeypatch.chdir(tmp_path)

@@ -153,7 +153,7 @@ def test_unreadable_images_are_left_out_with_a_warning(folder, tmp_path, caplog)
     (tmp_path / '0.png').write_text('text')
     Image.new('RGB', (1, 10 ** 5)).save(tmp_path / '5narrow.png')
     Image.new('1', (8000, 8000)).save(tmp_path / '5huge.png')
-    good.save(tmp_path / '5other.png', 'PPM')  # not among the formats that are read
+    good.save(tmp_path / '5other.png', 'PCX')  # not among the formats that are read
     os.mkfifo(tmp_path / '5pipe.png')
     model = load_model(folder / 'local')
     images, names = read_folder(tmp_path, model, 100)
