@@ -88,8 +88,6 @@ def test_construction(run_here, capsys):
     rows = {row[0].strip(): row[1:] for row in (
         line.strip('|').split('|') for line in capsys.readouterr().out.splitlines() if line.startswith('| '))}
     assert all(rows[f'{kernel} x {kernel}'][3].endswith(' times the result ') for kernel in (3, 5))
-    few, many = ([float(cell.split()[0]) for cell in rows[heads]] for heads in ('12 of 96', '15 of 96'))
-    assert all(0 < after < before for before, after in zip(few, many))
 
 
 def run_gpu(folder, *arguments):

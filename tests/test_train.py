@@ -4,8 +4,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -368,11 +366,3 @@ def test_digits_are_the_same_for_a_seed(tmp_path):
     assert one == two
     assert len(one) == 1797
     assert all((tmp_path / 'one' / path).read_bytes() == (tmp_path / 'two' / path).read_bytes() for path in one[:50])
-
-
-@pytest.mark.slow
-def test_the_main_job(tmp_path):
-    result = subprocess.run(
-        [sys.executable, '-m', 'timm_cmhsa.train', '--quick', '--output', tmp_path], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert (tmp_path / 'results.md').read_text() in result.stdout
