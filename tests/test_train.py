@@ -353,6 +353,13 @@ def test_split_names_can_be_classes_and_hidden_folders_are_none(photos, tmp_path
     assert open_folder(root).class_names == list(CLASSES)
 
 
+def test_quick_is_four_epochs_of_the_digits_too(tmp_path):
+    result = run_python('-m', 'timm_cmhsa.train', '--quick', '--device', 'cpu', '--output', tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert len(json.loads((tmp_path / 'results.json').read_text())['curves']['phase 1']) == 2
+    assert (tmp_path / 'results.md').read_text() in result.stdout
+
+
 def test_unknown_options(photos):
     with pytest.raises(ValueError, match=r'learning_rate: not an option. Choose from .*lr'):
         train_two_phases(photos, learning_rate=1e-3)

@@ -14,7 +14,7 @@ from .data import Data
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS = 4000  # of both phases, if the epochs are left out
 WITHOUT_EFFECT = {  # on what is trained
-    'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'quick', 'rank'}
+    'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--compile', action='store_true', help='torch.compile')
     add('--workers', metavar='N', type=int, help='processes that read images')
     add('--log', choices=('tensorboard', 'wandb'), help='where to log curves, too')
-    add('--quick', action='store_true', help='four epochs, to try it')
+    add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
 
 
 def check_options(args: argparse.Namespace) -> None:
@@ -100,7 +100,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
-    choose('epochs', 4 if args.quick else min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
+    choose('epochs', min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
     choose('lr', 1e-3, 'of AdamW, for small models')
     choose('no_flip', False, 'images are mirrored')
     if args.switch < 1 and args.epochs < 2:
