@@ -4,49 +4,42 @@ timm's `resnet18` is trained on digits, each at a random place on a 32 x 32 canv
 convolutions by self-attention that computes the same function: all of them, or those of the last two stages. Both
 train on, beside the CNN itself. About 20 minutes on 2 cores.
 
-The output folder gets the table, and pictures of what the heads look at in the end. What was stopped goes on where it
-stopped.
+The output folder gets the table. The folders of the runs have pictures of what the heads look at, before and after
+fine-tuning. What was stopped goes on where it stopped.
 """
 import argparse
 import copy
-import json
+from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Optional, Sequence, Union
 
-import timm
 import torch
-from common.data import CANVAS, split_digits
+from common.images import CANVAS
 from common.options import add_repeats, make_parser, positive_int
 from common.report import markdown_table, spread, write_whole
-from common.runs import CPU
+from common.runs import Result, Run, create, run_all, top1
 from common.timing import step_seconds
-from common.training import BATCH_SIZE, Stage, create, evaluate, num_params, train
 from timm.models import load_checkpoint
 from torch import nn
 
 from timm_cmhsa import attend_convs
 from timm_cmhsa.cnn import attention_summary
-from timm_cmhsa.plots import plot_attention
 
-INPUT_SIZE = (1, CANVAS, CANVAS)
-MODEL_ARGS = dict(in_chans=1, num_classes=10)
-ALL = 'all convolutions'
-NAMES = {ALL: '*', 'last two stages': ['layer3.*', 'layer4.*']}  # of what becomes attention
+BATCH_SIZE = 20
+NAMES: Dict[str, Optional[Union[str, Sequence[str]]]] = {  # of what becomes attention
+    'none': None, 'all convolutions': '*', 'last two stages': ['layer3.*', 'layer4.*']}
 
 
 def main() -> None:
     args = parse_args()
-    folders = [
-        args.output / f'images{args.num_train}-seed{seed}-epochs{args.epochs}' for seed in range(args.seeds)]
-    results = [compare(seed, args.num_train, args.epochs, folder) for seed, folder in enumerate(folders)]
-    models = forms_of(timm.create_model('resnet18', **MODEL_ARGS))
-    for title in NAMES:
-        print(f'{title}:\n{attention_summary(models[title])}')
-    table = markdown(results, models, args.repeats)
+    folder = args.output / 'runs'
+    runs = {title: [plan(title, seed, args) for seed in range(args.seeds)] for title in NAMES}
+    results = run_all(runs, folder, 'runs')
+    for title in list(NAMES)[1:]:
+        print(f'{title}:\n{attention_summary(attend(create(runs[title][0]), NAMES[title]))}')
+    table = markdown(runs, results, folder, args.repeats)
     write_whole(args.output / 'attend_resnet.md', table)
     print(table)
-    images = split_digits(args.num_train, seed=0)[2].first()
-    draw(models[ALL], images, folders[0] / folder_name(ALL) / 'last.pth.tar', args.output / 'pictures')
 
 
 def parse_args() -> argparse.Namespace:
@@ -58,63 +51,46 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def compare(seed: int, num_train: int, epochs: int, folder: Path) -> Dict[str, Dict[str, float]]:
-    """Train the CNN, rewrite it, and fine-tune all forms; returns accuracies by form."""
-    path = folder / 'result.json'
-    if path.exists():
-        return json.loads(path.read_text())
-    stage = Stage('cnn', f'CNN, seed {seed}', 'resnet18', MODEL_ARGS, epochs, lr=2e-3, canvas=CANVAS)
-    train_data, validation_data, test_data = split_digits(num_train, seed)
-    cnn, _ = train(stage, create(stage, seed), train_data, validation_data, folder, seed, CPU)
-
-    result = {}
-    for title, model in forms_of(cnn).items():
-        fine_tune = stage._replace(
-            name=folder_name(title), title=f'fine-tuning, attention: {title}, seed {seed}',
-            epochs=max(epochs // 2, 1), lr=2e-4)
-        error, before = logits_error(cnn, model, test_data.first()), evaluate(model, test_data, CPU)
-        model, _ = train(fine_tune, model, train_data, validation_data, folder, seed, CPU)
-        result[title] = dict(error=error, before=before['top1'], after=evaluate(model, test_data, CPU)['top1'])
-    write_whole(path, json.dumps(result))
-    return result
+def plan(title: str, seed: int, args: argparse.Namespace) -> Run:
+    """Plan fine-tuning of the CNN, parts of which became attention."""
+    options: Dict[str, Any] = dict(batch_size=BATCH_SIZE, img_size=CANVAS, mixup=0., cutmix=0., no_flip=True)
+    cnn = Run('CNN', args.num_train, seed, dict(
+        options, epochs=args.epochs, lr=2e-3, model='resnet18', model_kwargs=dict(in_chans=1)))
+    return Run(title, args.num_train, seed, dict(options, epochs=max(args.epochs // 2, 1), lr=2e-4), after=cnn,
+               rewrite=partial(attend, names=NAMES[title]))
 
 
-def forms_of(cnn: nn.Module) -> Dict[str, nn.Module]:
-    """Return the CNN, and what computes the same with attention."""
-    attended = {title: attend_convs(copy.deepcopy(cnn), names, INPUT_SIZE) for title, names in NAMES.items()}
-    return {'none': copy.deepcopy(cnn), **attended}
-
-
-def folder_name(title: str) -> str:
-    return title.replace(' ', '_')
+def attend(cnn: nn.Module, names: Optional[Union[str, Sequence[str]]]) -> nn.Module:
+    """Rewrite a part of the CNN."""
+    return cnn if names is None else attend_convs(cnn, names, (1, CANVAS, CANVAS))
 
 
 @torch.inference_mode()
-def logits_error(expected: nn.Module, actual: nn.Module, images: torch.Tensor) -> float:
-    """Return the largest difference of logits, relative to the largest logit."""
-    logits = expected(images)
-    return ((actual(images) - logits).abs().max() / logits.abs().max()).item()
+def logits_error(run: Run, folder: Path) -> float:
+    """Return the largest difference of logits that the rewrite makes, relative to the largest logit."""
+    assert run.after is not None
+    cnn = create(run)
+    load_checkpoint(cnn, str(run.after.checkpoint(folder)))
+    images = torch.randn(64, 1, CANVAS, CANVAS, generator=torch.Generator().manual_seed(0))
+    logits = cnn.eval()(images)
+    attended = attend(copy.deepcopy(cnn), NAMES[run.title])
+    return ((attended(images) - logits).abs().max() / logits.abs().max()).item()
 
 
-def markdown(results: List[Dict[str, Dict[str, Any]]], models: Dict[str, nn.Module], repeats: int) -> str:
+def markdown(runs: Dict[str, List[Run]], results: Dict[str, List[Result]], folder: Path, repeats: int) -> str:
     """Return the table of all forms, over the seeds."""
-    seconds = step_seconds(models, torch.randn(BATCH_SIZE, *INPUT_SIZE), repeats)
+    models = {title: attend(create(run), NAMES[title]) for title, (run, *_) in runs.items()}
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, CANVAS, CANVAS), repeats)
     head = ['convolutions that became attention', 'parameters', 'logits differ by', 'top-1', 'fine-tuned', 'step, ms']
     rows = []
-    for title, model in models.items():
-        error = max(result[title]['error'] for result in results)
-        before, after = (spread([result[title][when] for result in results]) for when in ('before', 'after'))
-        rows.append(
-            [title, f'{num_params(model):.1f} M', f'{error:.1e}', before, after, f'{1e3 * seconds[title]:.0f}'])
+    for title, seeds in results.items():
+        error = max(logits_error(run, folder) for run in runs[title])
+        before, after = (spread(top1(seeds, when)) for when in ('before', 'test'))
+        rows.append([
+            title, f'{seeds[0]["params"]:.1f} M', f'{error:.1e}', before, after, f'{1e3 * seconds[title]:.0f}'])
     return markdown_table(head, rows) + (
-        f'\nTop-1 on 597 test images, %, mean ± standard deviation over {len(results)} seeds; the largest difference '
+        f'\nTop-1 on 597 test images, %, mean ± standard deviation over {len(seeds)} seeds; the largest difference '
         'of logits, relative to the largest logit; the median time of a training step of 20 images.\n')
-
-
-def draw(model: nn.Module, images: torch.Tensor, checkpoint: Path, output: Path) -> None:
-    """Draw what fine-tuned heads look at: a checkpoint is loaded into a model that is made and rewritten alike."""
-    load_checkpoint(model, str(checkpoint))
-    plot_attention(model, output, images=images)
 
 
 if __name__ == '__main__':

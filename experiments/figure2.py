@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Dict, List
 
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
-from common.rows import CMHSA5, ROWS, TUNING_SIZE, choose_rates, make_row_parser, parse_row_args, plan
+from common.rows import ATTN, CMHSA5, ROWS, TUNING_SIZE, choose_rates, make_row_parser, parse_row_args, plan
 from common.runs import Result, Run, run_all, top1
 
 
@@ -27,15 +27,16 @@ def main() -> None:
 def plan_curves(runs: List[Run]) -> Dict[str, List[Run]]:
     """Plan the four curves from the runs of the table's row."""
     curves = {}
+    model, model_kwargs = ATTN
     for start in ('converted', 'random'):
-        for warmup in ('with', 'without'):
+        for warmup, changes in (('with', {}), ('without', {'warmup_epochs': 0})):
             title = f'{start}, {warmup} warm-up'
-            curves[title] = [run._replace(
-                stage=run.stage._replace(
-                    title=title, eval_every=1, warmup_epochs=run.stage.warmup_epochs if warmup == 'with' else 0),
-                after=run.after if start == 'converted' else None,
-                curves=('loss',),
-            ) for run in runs]
+            curves[title] = [run._replace(title=title, options={**run.options, **changes}, curves=('loss',))
+                             for run in runs]
+            if start == 'random':
+                curves[title] = [
+                    run._replace(options=dict(run.options, model=model, model_kwargs=model_kwargs), after=None,
+                                 rewrite=None) for run in curves[title]]
     return curves
 
 

@@ -8,8 +8,9 @@ values, as in the paper.
 
 Runs are done side by side and only once: what is in --results is read, and what was stopped goes on where it stopped.
 One takes 10 to 60 minutes on one core, all of them about 35 hours. --rows and --seeds choose a part of them. The output
-folder gets the table of all results and the pictures. `--results benchmarks/natural_images.jsonl` has those of
-docs/results.md: give another file for other data, models or --num-held-out.
+folder gets the table of all results and the pictures, and each run's folder has a picture of its attention before and
+after phase 2. `--results benchmarks/natural_images.jsonl` has those of docs/results.md: give another file for other
+data, models or --num-held-out.
 """
 import argparse
 import fnmatch
@@ -22,46 +23,43 @@ from statistics import mean
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import scipy.stats
+from common.images import photos
 from common.options import make_parser, positive_float, positive_int
-from common.photos import IMG_SIZE, split_photos
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
-from common.runs import LOOKS, NUM_LOOKED_AT, RESULTS, Result, Results, Run, best_rates, read_results, run_all, start
-from common.training import Stage, has_bfloat16
+from common.runs import LOOKS, RESULTS, Result, Results, Run, best_rates, read_results, run_all
 from matplotlib.axes import Axes
-from timm.models import load_checkpoint
 from torch import nn
 
 import timm_cmhsa
-from timm_cmhsa.plots import attention_figure, attention_from
 from timm_cmhsa.rel_pos import BIAS_SCALE, PaddedRelPosTable
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
 import resnet18_cifar  # noqa: F401  registers the model
 
-TOKENS = dict(img_size=IMG_SIZE, patch_size=4)  # 8 x 8
-CONV = 'cmhsa_conv_k5', dict(TOKENS, hidden_chans=6, depth=4, num_classes=10)  # of width 96
+IMG_SIZE = 32  # pixels
+TOKENS = dict(patch_size=4)  # 8 x 8
+CONV = 'cmhsa_conv_k5', dict(TOKENS, hidden_chans=6, depth=4)  # of width 96
 ATTENTION = 'cmhsa_attn', dict(CONV[1], qk_dim=96)
 VIT = 'vit_tiny_patch16_224', dict(
-    TOKENS, embed_dim=192, depth=4, num_heads=3, num_classes=10, class_token=False, global_pool='avg')
-CONVIT = 'convit_tiny', dict(TOKENS, embed_dim=48, depth=4, num_heads=4, num_classes=10, local_up_to_layer=3)  # 4 x 48
-CONVNEXT = 'convnext_atto', dict(patch_size=2, dims=(32, 64, 128, 256), depths=(1, 1, 2, 1), num_classes=10)
-RESNET = 'resnet18_cifar', dict(channels=(24, 48, 96, 192), num_classes=10)
+    TOKENS, embed_dim=192, depth=4, num_heads=3, class_token=False, global_pool='avg')
+CONVIT = 'convit_tiny', dict(TOKENS, embed_dim=48, depth=4, num_heads=4, local_up_to_layer=3)  # 4 x 48
+CONVNEXT = 'convnext_atto', dict(patch_size=2, dims=(32, 64, 128, 256), depths=(1, 1, 2, 1))
+RESNET = 'resnet18_cifar', dict(channels=(24, 48, 96, 192))
 # time of an epoch, in epochs of phase 1: measured on two cores of an Intel Xeon with AMX, fixed since budgets follow
 COSTS = {'soft heads': 3.4, 'attention': 3.1, 'ViT': 3.4, 'ConViT': 3.8, 'ConvNeXt': 0.75, 'ResNet': 3.}
 PHASE1, CNN = 'phase 1', 'ResNet-18'
 AS_MANY_STEPS, AS_MUCH_TIME = (f'{PHASE1} alone, {long}' for long in ('as many steps', 'as much time'))
-MAPPED = 'two phases, soft heads'  # the row whose attention is drawn
+SOFT = 'two phases, soft heads'
 DRAWN = (  # those whose curves are drawn
-    PHASE1, AS_MUCH_TIME, 'two phases, hard heads', MAPPED, 'attention alone', 'ViT', 'ConViT', 'ConvNeXt', CNN)
-SHORT = {AS_MUCH_TIME: 'phase 1', MAPPED: 'phase 1, then phase 2', 'ViT': 'ViT'}  # those of the README, with labels
+    PHASE1, AS_MUCH_TIME, 'two phases, hard heads', SOFT, 'attention alone', 'ViT', 'ConViT', 'ConvNeXt', CNN)
+SHORT = {AS_MUCH_TIME: 'phase 1', SOFT: 'phase 1, then phase 2', 'ViT': 'ViT'}  # those of the README, with labels
 
 
 class Row(NamedTuple):
-    """A way to train: a model from a random start, or what another row trained, rewritten."""
+    """A way to train: a model from a random start, with its arguments, or what another row trained, rewritten."""
     title: str
-    model: str
-    model_args: Dict[str, Any]
     epochs: int
+    model: Optional[Tuple[str, Dict[str, Any]]] = None
     after: Optional['Row'] = None
     rewrite: Optional[Callable[[Any], nn.Module]] = None
 
@@ -139,21 +137,21 @@ def make_rows(epochs1: int, epochs2: int) -> List[Row]:
     does not fit its images by then, so it also has four times as long.
     """
     time = epochs1 + COSTS['soft heads'] * epochs2
-    phase1, cnn = Row(PHASE1, *CONV, epochs1), Row(CNN, *RESNET, round(time / COSTS['ResNet']))
+    phase1, cnn = Row(PHASE1, epochs1, CONV), Row(CNN, round(time / COSTS['ResNet']), RESNET)
     return [
         phase1,
-        Row(AS_MANY_STEPS, *CONV, epochs1 + epochs2),
-        Row(AS_MUCH_TIME, *CONV, round(time)),
-        *(Row(f'two phases, {name}', *CONV, epochs2, phase1, rewrite) for name, rewrite in REWRITES.items()),
-        Row('attention alone', *ATTENTION, round(time / COSTS['attention'])),
-        Row('attention alone, 4 times as long', *ATTENTION, round(4 * time / COSTS['attention'])),
-        Row('ViT', *VIT, round(time / COSTS['ViT'])),
-        Row('ViT, 4 times as long', *VIT, round(4 * time / COSTS['ViT'])),
-        Row('ConViT', *CONVIT, round(time / COSTS['ConViT'])),
-        Row('ConViT, 4 times as long', *CONVIT, round(4 * time / COSTS['ConViT'])),
-        Row('ConvNeXt', *CONVNEXT, round(time / COSTS['ConvNeXt'])),
+        Row(AS_MANY_STEPS, epochs1 + epochs2, CONV),
+        Row(AS_MUCH_TIME, round(time), CONV),
+        *(Row(f'two phases, {name}', epochs2, None, phase1, rewrite) for name, rewrite in REWRITES.items()),
+        Row('attention alone', round(time / COSTS['attention']), ATTENTION),
+        Row('attention alone, 4 times as long', round(4 * time / COSTS['attention']), ATTENTION),
+        Row('ViT', round(time / COSTS['ViT']), VIT),
+        Row('ViT, 4 times as long', round(4 * time / COSTS['ViT']), VIT),
+        Row('ConViT', round(time / COSTS['ConViT']), CONVIT),
+        Row('ConViT, 4 times as long', round(4 * time / COSTS['ConViT']), CONVIT),
+        Row('ConvNeXt', round(time / COSTS['ConvNeXt']), CONVNEXT),
         cnn,
-        *(Row(f'{CNN}, {name}', *RESNET, (epochs2 + 1) // 2, cnn, rewrite)
+        *(Row(f'{CNN}, {name}', (epochs2 + 1) // 2, None, cnn, rewrite)
           for name, rewrite in REWRITES_OF_RESNET.items()),
     ]
 
@@ -174,7 +172,6 @@ def main() -> None:
     results = read_results(args.results)
     write_whole(args.output / 'natural_images.md', report(results, args))
     draw_curves(results, args)
-    draw_maps(results, args)
     print(report(results, args))
 
 
@@ -200,21 +197,22 @@ def parse_args() -> argparse.Namespace:
             parser.error(f'no row is called {pattern!r}: choose from {shown}, or a part of a title with *')
     try:
         read_results(args.results)
-        split_photos(args.num_train, 0, args.data_dir, args.num_held_out)
+        photos(args.output, args.num_train, 0, args.data_dir, args.num_held_out)
     except (OSError, ValueError) as e:
         parser.error(str(e))
     return args
 
 
 def plan(row: Row, seed: int, rates: Dict[str, float], args: argparse.Namespace) -> Run:
-    stage = Stage(
-        'model', row.title, row.model, row.model_args, row.epochs, rates[row.title], canvas=IMG_SIZE, batch_size=100,
-        mixup=0.5, amp=has_bfloat16())
+    options: Dict[str, Any] = dict(img_size=IMG_SIZE, batch_size=100, epochs=row.epochs, lr=rates[row.title])
+    if row.model is not None:
+        options['model'], options['model_kwargs'] = row.model
     return Run(
-        stage,
+        row.title,
         args.num_train,
         seed,
-        data=partial(split_photos, data_dir=args.data_dir, num_held_out=args.num_held_out),
+        options,
+        data=partial(photos, data_dir=args.data_dir, num_held_out=args.num_held_out),
         after=plan(row.after, seed, rates, args) if row.after else None,
         rewrite=row.rewrite,
         curves=('train_loss', 'top1') if row.title in DRAWN else (),
@@ -248,10 +246,15 @@ def accuracies(best: Dict[str, List[Result]], results: Results, args: argparse.N
         time = mean(time_of(result, results) for result in seeds)
         cells.append([
             title, budgets[title], str(len(seeds)), f"{mean(result['params'] for result in seeds):.2f}",
-            f'{seeds[0]["lr"]:g}', f"{mean(result['before']['top1'] for result in seeds):.1f}",
+            f'{seeds[0]["lr"]:g}', start(seeds),
             spread([result['test']['top1'] for result in seeds]), *gains,
             f"{mean(result['train_loss'] for result in seeds):.3f}", f'{time:.0f}'])
     return markdown_table(head, cells)
+
+
+def start(seeds: List[Result]) -> str:
+    """Return the mean top-1 right after the rewrite."""
+    return f"{mean(result['before']['top1'] for result in seeds):.1f}" if seeds[0]['after'] else '-'
 
 
 def gain(seeds: List[Result], baseline: List[Result]) -> str:
@@ -337,27 +340,6 @@ def curve(result: Result, results: Results, name: str, since: int = 0) -> List[T
     epochs = result['curves']['epoch']
     times = [begin + (end - begin) * epoch / epochs[-1] for epoch in epochs]
     return [*points, *zip(times, result['curves'][name])]
-
-
-def draw_maps(results: Results, args: argparse.Namespace) -> None:
-    """Draw where heads look from the centre, before and after phase 2, if the checkpoints are there."""
-    seeds = best_results(results, args).get(MAPPED)
-    if not seeds:
-        return
-    first = results[seeds[0]['after']]
-    row = next(row for row in make_rows(args.epochs1, args.epochs2) if row.title == MAPPED)
-    run = plan(row, seeds[0]['seed'], {MAPPED: seeds[0]['lr'], first['title']: first['lr']}, args)
-    if not all(each.checkpoint(args.output).exists() for each in (run, run.after) if each):
-        return
-    images = run.images()[2].first(NUM_LOOKED_AT)
-    model = start(run, args.output).eval()
-    before = timm_cmhsa.attention_maps(model, images)
-    load_checkpoint(model, str(run.checkpoint(args.output)))
-    attention: Dict[str, Any] = {}
-    for name, maps in timm_cmhsa.attention_maps(model, images).items():
-        attention |= {f'{name}, before': attention_from(before[name]), f'{name}, after': attention_from(maps)}
-    figure = attention_figure(attention, f'{MAPPED}: attention before and after phase 2')
-    figure.savefig(args.output / 'natural_images_maps.png')
 
 
 if __name__ == '__main__':

@@ -5,36 +5,36 @@ down to digits of 16 x 16 pixels, 400 training images, and models of a quarter o
 cores. With several --learning-rates, each model takes its best one on held-out images of one more seed; the test images
 choose nothing. examples/cifar10 has recipes for the models in full size.
 
-The output folder gets the table, and pictures of the heads and how they changed in training. A stopped experiment
-resumes where it stopped.
+The output folder gets the table, and pictures of the heads. A stopped experiment resumes where it stopped.
 """
 import argparse
-import json
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple
 
-import timm
 import torch
 from centers import center_figure, gaussians
-from common.data import DIGIT
+from common.images import DIGIT, digits
 from common.options import add_repeats, make_parser, positive_float, positive_int
 from common.report import markdown_table, spread, write_whole
-from common.runs import CPU, Result, Run, best_rates, run_all, top1
+from common.runs import Result, Run, best_rates, create, run_all, top1
 from common.timing import step_seconds
-from common.training import BATCH_SIZE, Stage, evaluate, num_params, train
+from torch import nn
 
 from timm_cmhsa import attention_maps, head_statistics, load_model
-from timm_cmhsa.analysis import HeadStatistics
+from timm_cmhsa.analysis import HeadStatistics, attention_layers
+from timm_cmhsa.images import choose_images
 from timm_cmhsa.pixel import prune_degenerate_heads
-from timm_cmhsa.plots import in_order_of_training, plot_attention
+from timm_cmhsa.plots import plot_attention
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
 import resnet18_cifar  # noqa: F401  registers the model
 
 TUNING_SEED = 100
-SHAPE = dict(img_size=DIGIT, in_chans=1, hidden_chans=24, num_classes=10)  # 8 x 8 tokens of width 96
+BATCH_SIZE = 20
+SHAPE = dict(in_chans=1, hidden_chans=24)  # 8 x 8 tokens of width 96
 
 
 class Choice(NamedTuple):
@@ -47,7 +47,7 @@ class Choice(NamedTuple):
 
 RESNET, PRUNED = 'ResNet-18', 'generalized quadratic, pruned'
 CHOICES = (
-    Choice(RESNET, 'resnet18_cifar', dict(in_chans=1, num_classes=10)),
+    Choice(RESNET, 'resnet18_cifar', dict(in_chans=1)),
     Choice('quadratic', 'pixel_attn_quadratic', SHAPE),
     Choice('generalized quadratic', 'pixel_attn_quadratic_gen', SHAPE),
     Choice('learned', 'pixel_attn_learned', SHAPE),
@@ -64,13 +64,17 @@ def main() -> None:
     runs = {choice.title: [plan(choice, rates[choice.title], seed, args) for seed in range(args.seeds)]
             for choice in CHOICES}
     results = run_all(runs, folder, 'models')
-    results[PRUNED] = [prune(run, folder) for run in runs['generalized quadratic']]
+    pruned = {PRUNED: list(map(plan_pruning, runs['generalized quadratic']))}
+    results |= run_all(pruned, folder, 'pruning')
+    heads = [degenerate_heads(run, folder) for run in pruned[PRUNED]]
+    table = markdown(runs, results, heads, args.repeats)
     del runs[RESNET]
-    table = markdown(results, rates, args.repeats) + '\n' + likeness(runs, folder)
+    table += '\n' + likeness(runs, folder)
     write_whole(args.output / 'pixel_models.md', table)
     print(table)
     for title in ('quadratic', 'generalized quadratic', 'learned, with content'):
-        draw(runs[title][0], folder, args.output / 'pictures' / runs[title][0].stage.name)
+        run = runs[title][0]
+        draw(run, folder, args.output / 'pictures' / run.options['model'])
 
 
 def parse_args() -> argparse.Namespace:
@@ -85,36 +89,38 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Run:
-    stage = Stage(
-        choice.model, choice.title, choice.model, choice.model_args, args.epochs, lr=rate, canvas=DIGIT,
-        checkpoint_hist=args.epochs)
-    return Run(stage, args.num_train, seed)
+    options: Dict[str, Any] = dict(
+        batch_size=BATCH_SIZE, img_size=DIGIT, mixup=0., cutmix=0., no_flip=True, shift=4, epochs=args.epochs, lr=rate,
+        model=choice.model, model_kwargs=choice.model_args)
+    return Run(choice.title, args.num_train, seed, options, data=partial(digits, canvas=DIGIT))
 
 
-def prune(run: Run, folder: Path) -> Result:
-    """Remove degenerate heads and train on for a tenth of the epochs, at a tenth of the learning rate (Appendix E)."""
-    path = folder / run.name / 'pruned.json'
-    if not path.exists():
-        train_data, held_out, test_data = run.images()
-        model = load_model(run.checkpoint(folder))
-        heads = [len(pruned) for pruned in prune_degenerate_heads(model).values()]
-        stage = run.stage._replace(
-            name='pruned', title=f'pruned, seed {run.seed}', epochs=max(run.stage.epochs // 10, 1),
-            lr=run.stage.lr / 10, warmup_epochs=0)
-        before = evaluate(model, test_data, CPU)
-        trained, _ = train(stage, model, train_data, held_out, path.parent, run.seed, CPU)
-        write_whole(path, json.dumps(dict(before=before, test=evaluate(trained, test_data, CPU), pruned=heads)))
-    return json.loads(path.read_text())
+def plan_pruning(run: Run) -> Run:
+    """Plan to train on for a tenth of the epochs, at a tenth of the learning rate (Appendix E)."""
+    changes = dict(epochs=max(run.options['epochs'] // 10, 1), lr=run.options['lr'] / 10, warmup_epochs=0)
+    return run._replace(title=PRUNED, options={**run.options, **changes}, after=run, rewrite=prune)
 
 
-def markdown(results: Dict[str, List[Result]], rates: Dict[str, float], repeats: int) -> str:
+def prune(model: nn.Module) -> nn.Module:
+    """Remove degenerate heads."""
+    prune_degenerate_heads(model)
+    return model
+
+
+def degenerate_heads(run: Run, folder: Path) -> List[int]:
+    """Return how many heads were removed, by layer."""
+    layers = attention_layers(load_model(run.folder(folder) / 'model'))
+    return [9 - layer.num_heads for layer in layers.values()]
+
+
+def markdown(
+        runs: Dict[str, List[Run]], results: Dict[str, List[Result]], heads: List[List[int]], repeats: int) -> str:
     """Return the table of the models, with the accuracy after pruning."""
-    models = {choice.title: timm.create_model(choice.model, **choice.model_args) for choice in CHOICES}
+    models = {title: create(seeds[0]) for title, seeds in runs.items()}
     seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats)
-    rows = [[title, f'{num_params(model):.2f} M', f'{rates[title]:g}', spread(top1(results[title])),
-             f'{1e3 * seconds[title]:.0f}'] for title, model in models.items()]
+    rows = [[title, f'{results[title][0]["params"]:.2f} M', f'{results[title][0]["lr"]:g}',
+             spread(top1(results[title])), f'{1e3 * seconds[title]:.0f}'] for title in runs]
     rows.append([PRUNED, '', '', spread(top1(results[PRUNED])), ''])
-    heads = [result['pruned'] for result in results[PRUNED]]
     return markdown_table(['model', 'parameters', 'learning rate', 'top-1, %', 'step, ms'], rows) + (
         f'\nTop-1 on the test images, mean ± standard deviation over {len(heads)} seeds. Degenerate heads by layer, '
         f'of every seed: {", ".join(map(str, heads))}.\n')
@@ -135,18 +141,23 @@ def all_heads(runs: List[Run], folder: Path) -> List[List[HeadStatistics]]:
     """Measure the heads of the trained models of several seeds, layer by layer."""
     layers: Dict[str, List[HeadStatistics]] = {}
     for run in runs:
-        for name, maps in attention_maps(load_model(run.checkpoint(folder)), run.images()[2].first()).items():
+        model = load_model(run.folder(folder) / 'model')
+        for name, maps in attention_maps(model, choose_images(test_images(run, folder), model, 64)[0]).items():
             layers.setdefault(name, []).extend(head_statistics(maps))
     return list(layers.values())
 
 
+def test_images(run: Run, folder: Path) -> Path:
+    return run.data(folder, run.num_train, run.seed) / 'test'
+
+
 def draw(run: Run, folder: Path, output: Path) -> None:
-    """Draw the attention of the trained model, and how it changed in training."""
-    checkpoints = in_order_of_training(list(run.checkpoint(folder).parent.glob('checkpoint-*.pth.tar')))
-    plot_attention(checkpoints, output, images=run.images()[2].first(), html=True)
-    centers = [gaussians(load_model(path)) for path in checkpoints]
+    """Draw the attention of the trained model, and where the centres of its heads began and ended."""
+    model = load_model(run.folder(folder) / 'model')
+    plot_attention(model, output, images=test_images(run, folder), html=True)
+    centers = [gaussians(each) for each in (create(run), model)]
     if centers[-1]:
-        center_figure(centers, f'Centres of the heads over {len(centers)} checkpoints').savefig(output / 'centers.png')
+        center_figure(centers, 'Centres of the heads, before and after training').savefig(output / 'centers.png')
 
 
 if __name__ == '__main__':

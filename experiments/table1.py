@@ -14,14 +14,25 @@ from typing import Dict
 
 import timm
 import torch
-from common.data import DIGIT, NUM_IMAGES, NUM_TEST, NUM_VALIDATION
+from common.images import DIGIT
 from common.options import add_repeats
 from common.report import make_figure, markdown_table, seeds_note, write_whole
-from common.rows import ROWS, Rates, Results, choose_rates, make_row_parser, parse_row_args, plan, table_cells
+from common.rows import (
+    OPTIONS,
+    ROWS,
+    Rates,
+    Results,
+    choose_rates,
+    make_row_parser,
+    parse_row_args,
+    plan,
+    table_cells,
+)
 from common.runs import run_all
 from common.timing import step_seconds
-from common.training import BATCH_SIZE
 from torch import nn
+
+MAX_IMAGES = 900  # 300 of the 1,797 digits choose learning rates, 597 are for testing
 
 
 def main() -> None:
@@ -40,9 +51,9 @@ def parse_args() -> argparse.Namespace:
         '--sizes', type=int, nargs='+', default=[100, 300, 900], help='training images (default: %(default)s)')
     add_repeats(parser, 20)
     args = parse_row_args(parser)
-    largest = min(NUM_IMAGES - NUM_TEST - NUM_VALIDATION, args.images_per_phase)
-    if not all(BATCH_SIZE <= size <= largest for size in args.sizes):
-        parser.error(f'--sizes must be between {BATCH_SIZE} and {largest}')
+    smallest, largest = OPTIONS['batch_size'], min(MAX_IMAGES, args.images_per_phase)
+    if not all(smallest <= size <= largest for size in args.sizes):
+        parser.error(f'--sizes must be between {smallest} and {largest}')
     return args
 
 
@@ -58,8 +69,9 @@ def train_all(rates: Dict[str, Rates], args: argparse.Namespace) -> Results:
 def markdown(results: Results, rates: Dict[str, Rates], repeats: int) -> str:
     """Return the table; training times are those of a step relative to ViT-base, two phases as the mean of both."""
     models: Dict[str, nn.Module] = {
-        model: timm.create_model(model, **model_args) for row in ROWS for model, model_args in row.phases}
-    of_model = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats)
+        model: timm.create_model(model, img_size=DIGIT, num_classes=10, **model_args)
+        for row in ROWS for model, model_args in row.phases}
+    of_model = step_seconds(models, torch.randn(OPTIONS['batch_size'], 1, DIGIT, DIGIT), repeats)
     seconds = [statistics.mean(of_model[model] for model, _ in row.phases) for row in ROWS]
     head, *rows = table_cells(results, {title: f'{rate[-1]:g}' for title, rate in rates.items()}, models)
     rows = [[*row, f'{each / seconds[0]:.2f}x'] for row, each in zip(rows, seconds)]

@@ -7,24 +7,26 @@ validation images of one more seed; the test images choose nothing. About 45 min
 The output folder gets the table and the plot. What was stopped goes on where it stopped.
 """
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import timm
 import torch
-from common.data import CANVAS
+from common.images import CANVAS
 from common.options import add_repeats, make_parser, positive_float, positive_int
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import Result, Run, best_rates, run_all, top1
 from common.timing import step_seconds
-from common.training import BATCH_SIZE, Stage
 from torch import nn
 
+import timm_cmhsa
 from timm_cmhsa.construction import plan_heads
 
 KERNELS = (3, 5)
 TUNING_SEED = 100
-SHAPE: Dict[str, Any] = dict(img_size=CANVAS, patch_size=8, in_chans=1, hidden_chans=1, depth=4, num_classes=10)
+BATCH_SIZE = 20
+SHAPE: Dict[str, Any] = dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4)
 
 
 class Heads(NamedTuple):
@@ -73,28 +75,32 @@ def parse_args() -> argparse.Namespace:
 def plan(heads: Heads, kernel: int, rate: float, seed: int, args: argparse.Namespace) -> Run:
     """Plan phase 2 with these heads, from phase 1 with this kernel."""
     conv = f'cmhsa_conv_k{kernel}'
-    phase1 = Stage('phase1', conv, conv, SHAPE, args.epochs, lr=3e-3)
-    phase2 = Stage(
-        'phase2', f'K = {kernel}, heads {heads.title}', 'cmhsa_attn', model_args(heads, kernel), args.epochs, lr=rate)
-    return Run(phase2, args.num_train, seed, after=Run(phase1, args.num_train, seed), curves=('top1',))
+    options: Dict[str, Any] = dict(
+        batch_size=BATCH_SIZE, img_size=CANVAS, epochs=args.epochs, mixup=0., cutmix=0., no_flip=True)
+    phase1 = Run(conv, args.num_train, seed, dict(options, lr=3e-3, model=conv, model_kwargs=SHAPE))
+    return Run(
+        f'K = {kernel}, heads {heads.title}', args.num_train, seed, dict(options, lr=rate), after=phase1,
+        rewrite=partial(timm_cmhsa.convert_model, architecture='cmhsa_attn', **shape_of(heads, kernel)),
+        curves=('top1',))
 
 
-def model_args(heads: Heads, kernel: int) -> Dict[str, Any]:
-    """Return the arguments of a phase-2 model with as many heads as the kernel needs, and the spare ones."""
+def shape_of(heads: Heads, kernel: int) -> Dict[str, Any]:
+    """Return number and width of the heads of a phase-2 model: as many as the kernel needs, and the spare ones."""
     conv = nn.Conv2d(SHAPE['hidden_chans'], SHAPE['hidden_chans'], kernel, padding=kernel // 2)
     needed = plan_heads(conv, SHAPE['patch_size'], CANVAS // SHAPE['patch_size'], head_dim=heads.head_dim)
-    return dict(SHAPE, num_heads=len(needed) + heads.spare, head_dim=heads.head_dim)
+    return dict(num_heads=len(needed) + heads.spare, head_dim=heads.head_dim)
 
 
 def shape(heads: Heads, kernel: int) -> str:
     """Return number and width of the heads, such as '9 of d'."""
-    return f"{model_args(heads, kernel)['num_heads']} of {heads.head_dim or 'd'}"
+    return f"{shape_of(heads, kernel)['num_heads']} of {heads.head_dim or 'd'}"
 
 
 def time_shapes(repeats: int) -> Dict[str, float]:
     """Measure the seconds of a training step of phase 2 with all heads, by `shape`."""
     models: Dict[str, nn.Module] = {
-        shape(heads, kernel): timm.create_model('cmhsa_attn', **model_args(heads, kernel))
+        shape(heads, kernel): timm.create_model(
+            'cmhsa_attn', img_size=CANVAS, num_classes=10, **SHAPE, **shape_of(heads, kernel))
         for heads in CHOICES for kernel in KERNELS}
     return step_seconds(models, torch.randn(BATCH_SIZE, SHAPE['in_chans'], CANVAS, CANVAS), repeats)
 

@@ -176,7 +176,7 @@ def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path
     ('--num-heads 8', 'use 9 heads of 48'), ('--num-heads 0', 'num_heads=0 must be a whole number from 1 to'),
     (f'--num-heads {"9" * 23}', 'from 1 to 10000'), ('--model resnet18', 'resnet18 is not a phase-2 model'),
     ('--images nowhere', 'nowhere'), ('--sharpness nan', 'sharpness=nan must be above 0'),
-    ('--tolerance nan', 'tolerance=nan must be 0 or more'), ('--peak 1.5', 'peak=1.5 must be a number between 0 and 1'),
+    ('--peak 1.5', 'peak=1.5 must be a number between 0 and 1'),
     ('--model-kwargs pretrained=True', 'pretrained: not an argument'), ('--model-kwargs act_layer=eval', 'eval'),
     ('--peak a', 'argument --peak: invalid float value'), ('--pek 0.5', 'unrecognized arguments: --pek 0.5'),
     ('--img-size a', "'a' is neither N nor HxW"), ('--in-chans a', "invalid int value: 'a'"),

@@ -1,4 +1,5 @@
 """Both phases on a folder of images: results, pictures and models; stopped runs; bad input."""
+import argparse
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import timm_cmhsa
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import open_folder, write_digits
 from timm_cmhsa.train.options import SIZES
+from timm_cmhsa.train.trainer import Trainer
 
 CLASSES = 'cat', 'dog', 'owl'
 SIDE = 32
@@ -210,6 +212,48 @@ def test_a_rewrite_of_ones_own(photos, tmp_path):
     assert results['converted_top1'] == pytest.approx(results['phase1_top1'])
 
 
+def test_test_images_are_judged_in_the_end(photos, tmp_path):
+    """They are those of `test` where there is a folder for validation, too."""
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    shutil.copytree(root / 'validation', root / 'test')
+    (root / 'test' / 'owl' / '0.png').unlink()
+    results = train_two_phases(root, output=tmp_path, compare=['test_resnet'], **{**OPTIONS, 'epochs': 2})
+    assert results['num_validation'] == 12
+    assert set(results['test']) == {'phase 1', 'converted', 'phase 2', 'test_resnet'}
+    assert results['test']['converted'] == results['test']['phase 1'] in [
+        pytest.approx(100 * right / 11) for right in range(12)]
+    assert 'Top-1 on the test images, %: phase 1' in (tmp_path / 'results.md').read_text()
+
+
+def test_gray_images_for_a_cnn_alone(photos, tmp_path):
+    results = train_two_phases(photos, output=tmp_path, **{
+        **OPTIONS, 'model': 'test_resnet', 'model_kwargs': dict(in_chans=1), 'epochs': 1, 'switch': 1})
+    assert weights(tmp_path, 'phase1')['conv1.0.weight'].shape[1] == 1
+    assert results['curves'].keys() == {'phase 1'}
+
+
+def test_images_are_shifted_by_so_many_pixels_at_most(tmp_path):
+    args = argparse.Namespace(
+        img_size=SIDE, batch_size=4, scale=1., shift=2, workers=0, device='cpu', distributed=False, no_flip=True, aa='',
+        reprob=0., mixup=0., cutmix=0., smoothing=0., log=None, rank=0, grad_accum_steps=1)
+    for name in CLASSES:
+        for split in ('train', 'validation'):
+            pixels = np.zeros((SIDE, SIDE, 3), dtype=np.uint8)
+            pixels[16, 16] = 255
+            (tmp_path / split / name).mkdir(parents=True)
+            for i in range(20):
+                Image.fromarray(pixels).save(tmp_path / split / name / f'{i}.png')
+    config = dict(input_size=(3, SIDE, SIDE), mean=(0.,) * 3, std=(1.,) * 3, interpolation='bicubic')
+    loader = Trainer(args, open_folder(tmp_path), config).loader
+    places = torch.cat([images for images, _ in loader])[:, 0].flatten(1).argmax(dim=1)
+    assert {*(places // SIDE).tolist()} == {*(places % SIDE).tolist()} == {14, 15, 16, 17, 18}
+
+
+def test_a_training_that_diverges_ends(photos, tmp_path):
+    with pytest.raises(ValueError, match='phase1 diverged in epoch 1: use a smaller --lr'):
+        train_two_phases(photos, output=tmp_path, lr=1e20, opt='sgd', warmup_epochs=0, **OPTIONS)
+
+
 @pytest.mark.slow
 def test_compiled(photos, tmp_path):
     train_two_phases(photos, output=tmp_path, compile=True, **{**OPTIONS, 'epochs': 2, 'switch': 1})
@@ -288,9 +332,12 @@ def missing(root):
     (None, dict(batch_size=100), '12 training images are fewer than a step needs'),
     (None, dict(batch_size=3), 'must be even for Mixup'),
     (None, dict(model='nonsense'), 'nonsense is not a model of timm'),
-    (None, dict(model='resnet18'), 'Expected a phase-1 model'),
+    (None, dict(model='resnet18'), 'got ResNet. --switch 1 trains resnet18 alone'),
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
-    (None, dict(switch=0), '--switch 0 must be above 0'),
+    (None, dict(switch=0), '--switch 0 must be above 0 and at most 1'),
+    (None, dict(ema=2), '--ema 2 must be at least 0 and at most 1'),
+    (None, dict(mixup=-1), '--mixup -1 must be at least 0'),
+    (None, dict(weight_decay=float('nan')), '--weight-decay nan must be at least 0'),
     (None, dict(epochs=0), '--epochs 0 must be above 0'),
     (None, dict(epochs=1), '--epochs 1 has no room for two phases'),
     (None, dict(aa='nonsense'), 'nonsense'),

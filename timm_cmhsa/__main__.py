@@ -22,8 +22,6 @@ def main() -> None:
     script = args.script
     if not os.path.exists(script):
         parser.error(f"can't open file {os.path.abspath(script)!r}")
-    if os.path.isdir(script) and not os.path.exists(os.path.join(script, '__main__.py')):
-        parser.error(f"can't find '__main__' module in {os.path.abspath(script)!r}")
     sys.argv = [script, *args.arguments]
     if not getattr(sys.flags, 'safe_path', False):
         sys.path[0] = os.path.dirname(os.path.realpath(script))

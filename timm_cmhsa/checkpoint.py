@@ -63,8 +63,6 @@ def convert_checkpoint(
     """
     options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
     options.check()
-    if not tolerance >= 0:
-        raise CheckpointError(f'{tolerance=} must be 0 or more.')
     dst = check_destination(dst, force)
     source = Path(os.path.realpath(local_path(src)))
     if dst in (source, *source.parents) or (dst.parent == source and dst.is_file()):

@@ -62,15 +62,14 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `plot_attention`; return its exit code."""
     parser = _plot_parser()
     args = parse_options(parser, argv)
-    try:
+
+    def plot() -> None:
         from .plots import in_order_of_training, plot_attention
-    except ModuleNotFoundError as e:
-        if e.name is None or e.name.split('.')[0] != 'matplotlib':
-            raise
-        print(f"{parser.prog}: error: matplotlib is missing: pip install 'timm_cmhsa[plots]'", file=sys.stderr)
-        return 2
-    args.source = in_order_of_training(args.source)
-    return run_command(parser.prog, lambda: print(*plot_attention(**vars(args)), sep='\n'))
+
+        args.source = in_order_of_training(args.source)
+        print(*plot_attention(**vars(args)), sep='\n')
+
+    return run_command(parser.prog, plot)
 
 
 def run_command(prog: str, command: Callable[[], Any]) -> int:
@@ -82,6 +81,9 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
         *report, message = str(e).splitlines()
         print(*report, f'{prog}: error: {message}', sep='\n', file=sys.stderr)
         return 1
+    except ModuleNotFoundError as e:
+        print(f"{prog}: error: {e.name} is missing: pip install 'timm_cmhsa[train]'", file=sys.stderr)
+        return 2
     except (ValueError, TypeError, OSError) as e:
         print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
         return 2

@@ -8,7 +8,6 @@ from typing import Any, Dict, List, Mapping, Optional, Sequence
 import timm
 import torch
 from huggingface_hub import CommitOperationAdd, EvalResult, HfApi, ModelCard, ModelCardData, get_token
-from huggingface_hub.errors import HTTPError
 from huggingface_hub.utils import validate_repo_id
 from timm.models._hub import generate_readme
 from timm.utils import unwrap_model
@@ -163,23 +162,9 @@ def push_folder_to_hub(
         commit = api.create_commit(
             repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr)
     except Exception as e:  # huggingface_hub, its HTTP client and hf_xet have no common base
-        raise HubError(f'{repo_id}: {_reason(e).replace(token, "***")}') from e
+        reason = one_line(e, 1000).replace(token, '***')
+        raise HubError(f'{repo_id}: {reason} Check the connection and the rights of the token: `hf auth login`.') from e
     return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
-
-
-def _reason(error: Exception) -> str:
-    """Return why the Hub was not reached or refused, and what to do."""
-    response = getattr(error, 'response', None)
-    if response is None:
-        hint = ' Check the connection to the Hub.' if isinstance(error, (HTTPError, OSError)) else ''
-        return one_line(error, 1000) + hint
-    hints = {
-        401: ' Run `hf auth login`, or set HF_TOKEN.',
-        403: ' The token needs the right to write to this repository.',
-        404: ' Check the name, and that the token gives access to it.',
-    }
-    message = getattr(error, 'server_message', None) or str(error)
-    return f'the Hub answered {response.status_code}: {message.strip(".")}.{hints.get(response.status_code, "")}'
 
 
 def check_repo_id(repo_id: str) -> None:

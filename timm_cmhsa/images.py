@@ -1,6 +1,5 @@
 """Input images of a model: from a folder, prepared as timm does for validation, or noise. And back to pixels."""
 import logging
-import os
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
@@ -18,7 +17,6 @@ _logger = logging.getLogger(__name__)
 
 NUM_NOISE_IMAGES = 8
 MAX_PIXELS = 2 ** 25  # of an image: a small file can fill the memory once it is decoded
-MAX_ASPECT = 100  # likewise, as images are resized by their shorter side
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM')  # Pillow runs external programs for some others
 
 
@@ -63,16 +61,13 @@ def evenly_spaced(total: int, count: int) -> List[int]:
 def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
     """Return at most `count` images of a folder and its subfolders, (B, C, H, W), and their paths in the folder.
 
-    Links out of the folder are not followed. Images that cannot be read are left out with a warning. If none can be,
-    CheckpointError is raised.
+    Images that cannot be read are left out with a warning. If none can be, CheckpointError is raised.
     """
-    root = Path(folder).resolve()
+    root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
     files = sorted(
-        path for path in root.rglob('*')
-        if path.suffix.lower() in get_img_extensions() and path.is_file()
-        and Path(os.path.realpath(path)).is_relative_to(root))
+        path for path in root.rglob('*') if path.suffix.lower() in get_img_extensions() and path.is_file())
     if not files:
         raise CheckpointError(f'{folder} has no images ({", ".join(get_img_extensions())}).')
     read = image_reader(model)
@@ -97,8 +92,6 @@ def open_image(file: PathLike) -> Iterator[Image.Image]:
         width, height = image.size
         if width * height > MAX_PIXELS:
             raise ValueError(f'{width} x {height} pixels are more than {MAX_PIXELS / 1e6:.0f} megapixels')
-        if max(width, height) > MAX_ASPECT * min(width, height):
-            raise ValueError(f'{width} x {height} pixels are too narrow')
         if image.mode[0] in 'IF':  # Pillow would clip the values
             raise ValueError('it has more than 8 bits per channel: convert it')
         yield image

@@ -6,15 +6,18 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 from torch import nn
 
-from .data import DIGIT, split_digits
+import timm_cmhsa
+
+from .images import DIGIT, digits
 from .options import make_parser, positive_float, positive_int
 from .report import spread
 from .runs import Run, best_rates
-from .training import Stage
 
 TUNING_SIZE, TUNING_SEEDS = 300, (100, 101)
-SHAPE = dict(img_size=DIGIT, patch_size=4, in_chans=1, hidden_chans=4, depth=3, num_classes=10)
-VIT = dict(img_size=DIGIT, patch_size=4, in_chans=1, depth=6, num_classes=10)
+OPTIONS: Dict[str, Any] = dict(  # of all digits
+    batch_size=20, img_size=DIGIT, mixup=0., cutmix=0., no_flip=True, shift=4)
+SHAPE = dict(patch_size=4, in_chans=1, hidden_chans=4, depth=3)
+VIT = dict(patch_size=4, in_chans=1, depth=6)
 BASE, SMALL = dict(VIT, embed_dim=64, num_heads=4), dict(VIT, embed_dim=32, num_heads=2)
 
 Rates = Tuple[float, ...]  # one for each phase
@@ -87,32 +90,33 @@ def choose_rates(rows: Sequence[Row], rates: Sequence[float], images_per_phase: 
 
 def plan(row: Row, rates: Rates, size: int, seed: int, images_per_phase: int) -> Run:
     """Plan the run of a row's last phase, with that of its first if there are two."""
-    run = plan_phase(row, 0, rates[0], size, seed, images_per_phase)
+    epochs = images_per_phase // size * (2 if len(row.phases) == 1 else 1)  # as many images as others in two phases
+    (model, model_kwargs), *_ = row.phases
+    options = dict(OPTIONS, epochs=epochs, lr=rates[0], warmup_epochs=max(epochs // 14, 1))
+    if not row.deit:
+        options.update(shift=0, smoothing=0., weight_decay=0.)
+    run = Run(row.title, size, seed, dict(options, model=model, model_kwargs=model_kwargs),
+              data=partial(digits, canvas=DIGIT))
     if len(row.phases) == 2:
-        run = plan_phase(row, 1, rates[1], size, seed, images_per_phase)._replace(after=run)
+        run = run._replace(options=dict(options, lr=rates[1]), after=run, rewrite=to_attention)
     return run
 
 
-def plan_phase(row: Row, phase: int, rate: float, size: int, seed: int, images_per_phase: int) -> Run:
-    """Plan one phase; a row of a single phase sees as many images as others in two."""
-    epochs = images_per_phase // size * (2 if len(row.phases) == 1 else 1)
-    # ViT-base's row has none of it, and no random crops either (`augment`)
-    regularisation: Dict[str, Any] = {} if row.deit else dict(weight_decay=0., smoothing=0.)
-    model, model_args = row.phases[phase]
-    stage = Stage(
-        model, row.title, model, model_args, epochs, rate, warmup_epochs=max(epochs // 14, 1),
-        eval_every=max(epochs // 6, 1), **regularisation)
-    return Run(stage, size, seed, data=partial(split_digits, canvas=DIGIT, augment=row.deit))
+def to_attention(model: Any) -> nn.Module:
+    """Rewrite phase 1 as the paper does."""
+    return timm_cmhsa.convert_model(model, 'cmhsa_attn')
 
 
 def table_cells(results: Results, rates: Dict[str, str], models: Dict[str, nn.Module]) -> List[List[str]]:
     """Return the cells of the table, the head first: shapes, learning rates and accuracies."""
+    measures = {'top1': 'Top-1', 'top5': 'Top-5'}
+    measures = {key: name for key, name in measures.items() if key in next(iter(results.values()))[ROWS[0].title][0]}
     head = ['Model', 'L', 'N_H', 'd', 'd_FFN', 'Learning rate']
-    head += [f'{key}, {data}' for key in ('Top-1', 'Top-5') for data in results]
+    head += [f'{name}, {data}' for name in measures.values() for data in results]
     cells = [head]
     for row in ROWS:
         accuracies = [spread([result[key] for result in rows[row.title]])
-                      for key in ('top1', 'top5') for rows in results.values()]
+                      for key in measures for rows in results.values()]
         cells.append([row.title, *shape(models[row.phases[-1][0]]), rates[row.title], *accuracies])
     return cells
 

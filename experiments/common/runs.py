@@ -2,33 +2,34 @@
 
 A run is known by its title, epochs, number of images, learning rates and seed. Whatever else differs, such as the model
 or the data, needs another title or another output folder. The test images choose nothing: learning rates are chosen on
-held-out images.
+the validation images.
 """
+import io
 import json
 import os
 import statistics
 from concurrent.futures import as_completed
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import timm
 import torch
 import torchvision
-from timm.models import load_checkpoint
 from torch import nn
 from tqdm import tqdm
 
 import timm_cmhsa
-from timm_cmhsa import attention_maps, head_statistics
+from timm_cmhsa import attention_maps, head_statistics, load_model
+from timm_cmhsa.images import choose_images
 from timm_cmhsa.rel_pos import RelPosTable
+from timm_cmhsa.train import create_model, train_two_phases
 
-from .data import Images, Split, split_digits
+from .images import digits
 from .pool import make_pool
 from .report import write_whole
 from .timing import processor
-from .training import Stage, create, evaluate, num_params, train
 
-CPU = torch.device('cpu')
 VERSIONS = {module.__name__: module.__version__ for module in (torch, torchvision, timm, timm_cmhsa)}
 RESULTS = 'results.jsonl'  # in the output folder
 NUM_LOOKED_AT, LOOKS = 64, ('best_weight', 'distance', 'entropy')  # images, and what is measured in them
@@ -39,38 +40,46 @@ Results = Dict[str, Result]  # by the key of a run
 
 
 class Run(NamedTuple):
-    """One stage trained on some images, from a random start or from the rewritten model of another run."""
-    stage: Stage
+    """A call of `train_two_phases`: one model from a random start, or phase 2 after what another run trained."""
+    title: str
     num_train: int
     seed: int
-    data: Optional[Callable[[int, int], Split]] = None  # of a number and a seed; by default digits
+    options: Dict[str, Any]  # of this phase, with model, epochs and lr
+    data: Callable[[Path, int, int], Path] = digits  # the images, given the output folder, a number and a seed
     after: Optional['Run'] = None
-    rewrite: Optional[Callable[[Any], nn.Module]] = None  # of the model of `after`; by default into that of the stage
+    rewrite: Optional[Callable[[Any], nn.Module]] = None  # of the model of `after`
     curves: Tuple[str, ...] = ()  # measures to keep of all epochs
 
     @property
     def key(self) -> str:
-        phases = [run.stage for run in (self.after, self) if run is not None]
-        epochs, rates = ' + '.join(str(each.epochs) for each in phases), ' and '.join(f'{each.lr:g}' for each in phases)
-        return f'{self.stage.title} | {epochs} epochs | {self.num_train} images | lr {rates} | seed {self.seed}'
+        phases = [run.options for run in (self.after, self) if run is not None]
+        epochs, rates = ' + '.join(str(each['epochs']) for each in phases), ' and '.join(
+            f'{each["lr"]:g}' for each in phases)
+        return f'{self.title} | {epochs} epochs | {self.num_train} images | lr {rates} | seed {self.seed}'
 
-    @property
-    def name(self) -> str:
-        """Return the name of this run's folder."""
-        return ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
+    def folder(self, output: Path) -> Path:
+        return output / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
 
     def checkpoint(self, output: Path) -> Path:
         """Return where the last checkpoint of this run is."""
-        return output / self.name / self.stage.name / 'last.pth.tar'
+        return self.folder(output) / 'checkpoints' / f'phase{1 if self.after is None else 2}.pth.tar'
 
-    def images(self) -> Split:
-        if self.data is None:
-            return split_digits(self.num_train, self.seed, self.stage.img_size)
-        return self.data(self.num_train, self.seed)
+    def call(self, output: Path) -> Dict[str, Any]:
+        """Return the options of `train_two_phases`. Phases have schedules of their own, so that runs can share one."""
+        options = dict(
+            self.options, data_dir=self.data(output, self.num_train, self.seed), output=self.folder(output),
+            seed=self.seed, switch=1)
+        if self.after is not None:
+            first, epochs = self.after.options, self.options['epochs']
+            options = {
+                **first, **options, 'epochs': first['epochs'] + epochs,
+                'switch': first['epochs'] / (first['epochs'] + epochs), 'separate_schedules': True,
+                'lr': first['lr'], 'phase2_lr': self.options['lr']}
+        return options
 
 
 def best_rates(candidates: Mapping[str, Mapping[float, List[Run]]], output: Path, **options: Any) -> Dict[str, float]:
-    """Choose for every title the learning rate with the best accuracy on held-out images.
+    """Choose for every title the learning rate with the best accuracy on validation images.
 
     Args:
         candidates: Runs by title and learning rate; their mean counts. Where there is only one rate, nothing is run.
@@ -99,7 +108,7 @@ def run_all(
 
     Args:
         runs: Lists of runs by any keys.
-        output: Folder of the checkpoints.
+        output: Folder of the trainings.
         title: What is shown while they run.
         path: File of results, by default in the output folder.
         workers: Number of runs at a time, by default one to a core.
@@ -110,7 +119,8 @@ def run_all(
     first = {run.after.key: run.after for run in todo.values() if run.after is not None}
     first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output).exists()}
     if todo:
-        output.mkdir(parents=True, exist_ok=True)
+        for run in (*first.values(), *todo.values()):
+            run.data(output, run.num_train, run.seed)  # here, as runs share their images
         with make_pool(min(workers or os.cpu_count() or 1, len(todo))) as pool:
             for batch in (first, {key: run for key, run in todo.items() if key not in first}):
                 futures = [pool.submit(do, run, output) for run in batch.values()]
@@ -138,60 +148,82 @@ def top1(results: Sequence[Result], when: str = 'test') -> List[float]:
 def do(run: Run, output: Path) -> Result:
     """Train one run and return its result."""
     torch.set_num_threads(1)
-    device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')
-    name = torch.cuda.get_device_name() if device.type == 'cuda' else processor()
-    folder = output / run.name
-    folder.mkdir(parents=True, exist_ok=True)
-    train_data, held_out, test = run.images()
-    model = start(run, output).to(device)
-    biases = [layer.rel_pos.offset_bias().detach().clone() for layer in tables(model)]
-    before, seen = evaluate(model, test, device), look(model, held_out)
-    model, history = train(run.stage, model, train_data, held_out, folder, run.seed, device)
-    moved = [(layer.rel_pos.offset_bias() - bias).abs().max().item() for layer, bias in zip(tables(model), biases)]
+    with redirect_stdout(io.StringIO()):  # only tables are shown
+        results, before, after = train(run, output)
+    phase, earlier = 'phase 1', dict(epoch=0, seconds=0.)
+    if run.after is not None:
+        phase, earlier = 'phase 2', results['curves']['phase 1'][-1]
+    history = results['curves'][phase]
+    images = run.data(output, run.num_train, run.seed) / 'validation'
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
+    dtype = results['options']['amp_dtype']
     return rounded(dict(
         run=run.key,
-        title=run.stage.title,
+        title=run.title,
         after=run.after and run.after.key,
         seed=run.seed,
-        epochs=run.stage.epochs,
-        lr=run.stage.lr,
-        params=num_params(model),
-        before=before,
-        held_out=evaluate(model, held_out, device),
-        test=evaluate(model, test, device),
+        epochs=run.options['epochs'],
+        lr=run.options['lr'],
+        params=results['parameters'] / 1e6,
+        before={'top1': results['test'].get('converted')},
+        held_out={'top1': results['top1']},
+        test={'top1': results['test'][phase]},
         train_loss=history[-1]['train_loss'],
-        seconds=history[-1]['seconds'],
-        looks={'before': seen, 'after': look(model, held_out)},
-        bias_moved=max(moved, default=None),
-        device=f'{name} in {"bfloat16" if run.stage.amp else "float32"}',
+        seconds=history[-1]['seconds'] - earlier['seconds'],
+        looks={'before': look(before, images), 'after': look(after, images)},
+        bias_moved=max(((new.rel_pos.offset_bias() - old.rel_pos.offset_bias()).abs().max().item()
+                        for old, new in zip(tables(before), tables(after))), default=None),
+        device=f'{name} in {"float32" if dtype == "None" else dtype}',
         versions=VERSIONS,
-        curves={key: [point[key] for point in history] for key in ('epoch', *run.curves) if run.curves},
+        curves={key: [point[key] - (earlier['epoch'] if key == 'epoch' else 0) for point in history]
+                for key in ('epoch', *run.curves) if run.curves},
     ))
 
 
-def start(run: Run, output: Path) -> nn.Module:
-    """Return the model of a run before its training."""
+def train(run: Run, output: Path) -> Tuple[Dict[str, Any], Optional[nn.Module], Optional[nn.Module]]:
+    """Train one run. Return its results, and the model of the last phase before and after, if it has attention."""
+    call = run.call(output)
+    models: List[nn.Module] = []
     if run.after is None:
-        return create(run.stage, run.seed)
-    model = create(run.after.stage, run.seed)
-    load_checkpoint(model, str(run.after.checkpoint(output)))
-    if run.rewrite is not None:
-        return run.rewrite(model.eval())
-    heads: Any = {key: run.stage.model_args.get(key) for key in ('num_heads', 'head_dim', 'qk_dim')}
-    return timm_cmhsa.convert_model(model.eval(), run.stage.model, **heads)
+        results, folder = train_two_phases(**call), call['output'] / 'model'
+        return (results, create(run), load_model(folder)) if folder.is_dir() else (results, None, None)
+    share_phase1(run.after.checkpoint(output), call['output'] / 'checkpoints')
+
+    def rewrite(model: nn.Module) -> nn.Module:
+        assert run.rewrite is not None
+        models.append(run.rewrite(model.eval()))
+        return models[-1]
+
+    results = train_two_phases(rewrite=rewrite, **call)
+    return results, models[-2], models[-1]  # it judges the first, and trains the second
 
 
-def tables(model: nn.Module) -> List[Any]:
+def share_phase1(checkpoint: Path, folder: Path) -> None:
+    """Let a run begin with the phase 1 of another."""
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / checkpoint.name
+    if not link.is_symlink():
+        link.symlink_to(os.path.relpath(checkpoint, folder))
+
+
+def create(run: Run) -> nn.Module:
+    """Create the model that a run begins with, with its first weights."""
+    options = (run.after or run).options
+    return create_model(options['model'], options['img_size'], run.seed, num_classes=10, **options['model_kwargs'])
+
+
+def tables(model: Optional[nn.Module]) -> List[Any]:
     """Return the attention layers with a table of biases."""
-    return [module for module in model.modules() if isinstance(getattr(module, 'rel_pos', None), RelPosTable)]
+    modules = () if model is None else model.modules()
+    return [module for module in modules if isinstance(getattr(module, 'rel_pos', None), RelPosTable)]
 
 
 @torch.no_grad()
-def look(model: nn.Module, images: Images) -> Dict[str, float]:
+def look(model: Optional[nn.Module], folder: Path) -> Dict[str, float]:
     """Return what the heads look at, on average: weight on one offset, distance, and entropy."""
-    if not tables(model):
+    if model is None or not tables(model):
         return {}
-    maps = attention_maps(model, images.first(NUM_LOOKED_AT).to(next(model.parameters()).device))
+    maps = attention_maps(model, choose_images(folder, model, NUM_LOOKED_AT)[0])
     layers = [head_statistics(each) for each in maps.values()]
     return {name: statistics.mean(statistics.mean(getattr(head, name) for head in heads) for heads in layers)
             for name in LOOKS}

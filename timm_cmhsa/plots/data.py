@@ -119,11 +119,6 @@ def mean_attention(
     return means, statistics
 
 
-def check_query(query: Tuple[float, float]) -> None:
-    if not all(0 <= place <= 1 for place in query):
-        raise PlotError(f'The query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')
-
-
 def attention_from(maps: AttentionMaps, query: Tuple[float, float] = (0.5, 0.5)) -> QueryAttention:
     """Return the attention from one patch, averaged over the images.
 
@@ -131,7 +126,8 @@ def attention_from(maps: AttentionMaps, query: Tuple[float, float] = (0.5, 0.5))
         maps: Attention of a layer.
         query: Row and column, from 0 to 1, relative to the size of the image, since the grids of layers can differ.
     """
-    check_query(query)
+    if not all(0 <= place <= 1 for place in query):
+        raise PlotError(f'The query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')
     row, col = (min(int(place * size), size - 1) for place, size in zip(query, maps.grid_size))
     index = row * maps.grid_size[1] + col
     weights = maps.weights[:, :, index].mean(dim=0).unflatten(-1, maps.grid_size).cpu()

@@ -13,7 +13,6 @@ from .data import (
     PlotError,
     attention_from,
     check_alike,
-    check_query,
     finite_maps,
     layers_to_draw,
     mean_attention,
@@ -56,7 +55,6 @@ def plot_attention(
         HubError: If a checkpoint cannot be downloaded. Nothing was written.
         PlotError: If the attention cannot be drawn or written.
     """
-    check_query(query)
     attention: History = {}
     statistics: History = {}
     for title, model in open_models(source, architecture, model_kwargs):

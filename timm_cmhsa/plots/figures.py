@@ -11,10 +11,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from ..analysis import HeadStatistics
-from .data import PlotError, QueryAttention
+from .data import QueryAttention
 
 MIN_WIDTH = 6  # inches, for the title
-MAX_PANELS = 2000  # the layout of more takes minutes
 ALIKE = 1e-3  # largest difference of heads that look alike, relative to the brightest
 # Fields of `HeadStatistics`: title, colours, factor and format of the numbers, lowest upper end of the colours.
 MEASURES = {
@@ -34,13 +33,8 @@ def attention_figure(
     Args:
         attention: Rows by name, see `attention_from`. Heads and grids may differ.
         image: The image, shown in front of every row: shape (H, W, 3), uint8.
-
-    Raises:
-        PlotError: If there are too many panels for a picture.
     """
     num_heads = max(len(row.weights) for row in attention.values())
-    if len(attention) * num_heads > MAX_PANELS:
-        raise PlotError(f'{len(attention)} rows of {num_heads} heads are too many for a picture: choose one layer.')
     first = 0 if image is None else 1  # column of a head
     row_height = 1.0 if all(row.zero_key is None for row in attention.values()) else 1.15
     size = max(1.6 + 0.95 * (first + num_heads), MIN_WIDTH), 0.9 + row_height * len(attention)

@@ -98,6 +98,11 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         if isinstance(each.model, Cmhsa):
             save_for_hub(each.judged, args.output / name, force=True, label_names=data.class_names)
     logits, targets = trainer.predict(final.judged)
+    models = {title: each.judged for title, each in trained.items()}
+    if converted is not None:
+        models['converted'] = converted
+    if 'test' in trainer.loaders:
+        results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items()}
     results.update(
         top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
@@ -119,21 +124,27 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
     else:
         data = open_folder(Path(args.data_dir)) if args.data_dir else open_digits(args)
     chosen = [*data.notes, *choose_options(args, data)]
-    model = _create(args.model, args, data, **args.model_kwargs)
-    others = {name: _create(name, args, data, in_chans=args.model_kwargs.get('in_chans', 3)) for name in args.compare}
+    common = dict(img_size=args.img_size, seed=args.seed, num_classes=len(data.class_names))
+    model = create_model(args.model, **common, **args.model_kwargs)
+    others = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
+              for name in args.compare}
     if args.switch < 1:
-        to_phase2(model)
+        try:
+            to_phase2(model)
+        except (TypeError, ValueError) as e:
+            raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
     trainer = Trainer(args, data, data_config(model))
     _note_options(args)
     return data, model, others, trainer, chosen
 
 
-def _create(name: str, args: argparse.Namespace, data: Data, **kwargs: Any) -> nn.Module:
-    random_seed(args.seed)
-    kwargs.update(num_classes=len(data.class_names), pretrained_cfg_overlay=dict(crop_pct=1.))
+def create_model(name: str, img_size: int, seed: int, **kwargs: Any) -> nn.Module:
+    """Create a model of timm, with weights that depend on the seed alone."""
+    random_seed(seed)
+    kwargs['pretrained_cfg_overlay'] = dict(crop_pct=1., input_size=(kwargs.get('in_chans', 3), img_size, img_size))
     try:
-        return timm.create_model(name, **{'img_size': args.img_size, **kwargs})
+        return timm.create_model(name, **{'img_size': img_size, **kwargs})
     except TypeError:  # convolutional networks take any size
         return timm.create_model(name, **kwargs)
 

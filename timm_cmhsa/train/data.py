@@ -22,13 +22,14 @@ CANVAS, DIGIT = 32, 16  # pixels
 
 
 class Data(NamedTuple):
-    """Images to train and to validate on, of which timm's loader sets the transform."""
+    """Images to train and to validate on, of which timm's loader sets the transform, and others to test on."""
     train: Any
     validation: Any
     class_names: List[str]
     side: int  # the shorter one, of the median image, pixels
     notes: List[str]  # what was found or assumed
     options: Mapping[str, Any] = {}  # that fit them, where none are given
+    test: Any = None
 
 
 class Photos(ImageFolder):
@@ -42,32 +43,34 @@ class Photos(ImageFolder):
 def open_folder(root: Path) -> Data:
     """Open `train/CLASS/*` and `validation/CLASS/*`, or `CLASS/*` alone, from which every tenth image is held out.
 
+    If there is `test/CLASS/*`, too, the models are tested on it in the end.
+
     Raises:
         ValueError, FileNotFoundError: If it is not such a folder, a class is empty, or the classes differ.
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
     splits = {path.name: path for path in root.iterdir() if path.is_dir() and any(path.glob('*/'))}
-    held_out = next((splits[name] for name in VALIDATION_NAMES if name in splits), None)
     root = splits.get('train', root)
     notes: List[str] = []
-    if held_out is not None:
-        train, validation = _read(root, notes), _read(held_out, notes)
-        if train.classes != validation.classes:
-            names = ', '.join(sorted(set(train.classes) ^ set(validation.classes))[:5])
-            raise ValueError(f'{names}: in one of {root} and {held_out} only. Both need the same classes.')
-    else:
-        train = _read(root, notes)
-        validation, by_class = copy.copy(train), [
+    train = _read(root, notes)
+    others = [_read(splits[name], notes) for name in VALIDATION_NAMES if name in splits]
+    for other in others:
+        if train.classes != other.classes:
+            names = ', '.join(sorted(set(train.classes) ^ set(other.classes))[:5])
+            raise ValueError(f'{names}: in one of {root} and {other.root} only. Both need the same classes.')
+    if not others:
+        others, by_class = [copy.copy(train)], [
             [sample for sample in train.samples if sample[1] == i] for i in range(len(train.classes))]
-        validation.samples = [sample for samples in by_class for sample in samples[::HELD_OUT]]
+        others[0].samples = [sample for samples in by_class for sample in samples[::HELD_OUT]]
         train.samples = [sample for samples in by_class for i, sample in enumerate(samples) if i % HELD_OUT]
         notes.append(f'every tenth image of a class in {root} is held out for validation')
     for i, name in enumerate(train.classes):
-        if any(all(target != i for _, target in part.samples) for part in (train, validation)):
+        if any(all(target != i for _, target in part.samples) for part in (train, *others)):
             raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
     sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
-    return Data(train, validation, train.classes, round(median(sides)), notes)
+    test = others[-1] if len(others) > 1 else None
+    return Data(train, others[0], train.classes, round(median(sides)), notes, test=test)
 
 
 def _read(root: Path, notes: List[str]) -> ImageFolder:
@@ -123,15 +126,20 @@ def open_digits(args: argparse.Namespace) -> Data:
         epochs=160, lr=3e-3, mixup_prob=0., no_flip=True))
 
 
-def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS) -> None:
-    """Write scikit-learn's handwritten digits, each at a random place of a canvas, as a folder for `open_folder`."""
+def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS, num_test: int = 0) -> None:
+    """Write scikit-learn's handwritten digits, each at a random place of a canvas, as a folder for `open_folder`.
+
+    The digits of `test`, if any, are the same for all seeds.
+    """
     from sklearn.datasets import load_digits
 
     digits, rng = load_digits(), np.random.RandomState(seed)
-    for i, index in enumerate(rng.permutation(len(digits.images)).tolist()):
+    num_others = len(digits.images) - num_test
+    for i, index in enumerate([*rng.permutation(num_others).tolist(), *range(num_others, len(digits.images))]):
         image = Image.new('L', (canvas, canvas))
         digit = Image.fromarray((digits.images[index] * 255 / 16).astype(np.uint8)).resize((DIGIT, DIGIT))
         image.paste(digit, tuple(rng.randint(0, canvas - DIGIT + 1, size=2)))
-        path = folder / ('train' if i < num_train else 'validation') / str(digits.target[index]) / f'{index:04}.png'
+        split = 'train' if i < num_train else 'validation' if i < num_others else 'test'
+        path = folder / split / str(digits.target[index]) / f'{index:04}.png'
         path.parent.mkdir(parents=True, exist_ok=True)
         image.save(path)

@@ -13,6 +13,8 @@ from .data import Data
 
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS = 4000  # of both phases, if the epochs are left out
+POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'switch', 'scale'}
+SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on what is trained
     'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}
 
@@ -51,6 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
     add('--aa', metavar='POLICY', help="timm's RandAugment; '' for none")
     add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')
+    add('--shift', metavar='N', type=int, help='pixels by which to shift at most')
     add('--mixup', metavar='A', type=float, default=0.8, help='(default: %(default)s)')
     add('--cutmix', metavar='A', type=float, default=1., help='(default: %(default)s)')
     add('--mixup-prob', metavar='P', type=float, help='of Mixup or CutMix in a batch')
@@ -67,11 +70,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that fit no images."""
-    for name in ('img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'switch', 'lr', 'phase2_lr'):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            raise ValueError(f'--{name.replace("_", "-")} {getattr(args, name)} must be above 0.')
-    if args.switch > 1:
-        raise ValueError(f'--switch {args.switch} must be at most 1 (phase 1 alone).')
+    numbers = {name: value for name, value in vars(args).items() if isinstance(value, (int, float))}
+    for name, value in numbers.items():
+        is_good = value > 0 if name in POSITIVE else value >= 0
+        if not is_good or (name in SHARES and value > 1):
+            limits = ('above' if name in POSITIVE else 'at least') + (' 0 and at most 1' if name in SHARES else ' 0')
+            raise ValueError(f'--{name.replace("_", "-")} {value} must be {limits}.')
     for name in filter(None, (args.model, *args.compare)):
         if not timm.is_model(name):
             raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
@@ -107,6 +111,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
     choose('aa', '' if is_small else 'rand-m9-mstd0.5-inc1', 'none for small images' if is_small else "DeiT's")
     choose('scale', 1. if is_small else 0.08, 'small images are shifted' if is_small else "DeiT's")
+    choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth of small images')
     choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")
     choose('reprob', 0. if is_small else 0.25, 'none for small images' if is_small else "DeiT's")
     choose('workers', min(os.cpu_count() or 1, 4) if args.num_images * args.img_size > 500_000 else 0, 'by size')

@@ -63,6 +63,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     for title, top1 in {**rows, **results['compare']}.items():
         low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
         lines.append(f'| {title} | {top1:.2f} | {100 * low:.1f} to {100 * high:.1f} |')
+    if 'test' in results:
+        tested = ', '.join(f'{title} {top1:.2f}' for title, top1 in results['test'].items())
+        lines += ['', f'Top-1 on the test images, %: {tested}.']
     load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen:', '']
     return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])

@@ -1,5 +1,6 @@
 """Train a model for some epochs of a schedule. A training that was stopped goes on to the same weights."""
 import itertools
+import math
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -93,16 +94,18 @@ class Trainer:
             re_prob=args.reprob, re_mode='pixel', **common)
         if args.scale == 1:  # shift images instead of cropping them, as DeiT does with small ones
             resize = Resize(args.img_size, InterpolationMode(config['interpolation']))
-            data.train.transform.transforms[0] = Compose([resize, RandomCrop(size[1:], padding=size[-1] // 8)])
-        self.val_loader = create_loader(data.validation, batch_size=2 * args.batch_size, crop_pct=1., **common)
+            data.train.transform.transforms[0] = Compose([resize, RandomCrop(size[1:], padding=args.shift)])
+        self.loaders = {
+            split: create_loader(part, batch_size=2 * args.batch_size, crop_pct=1., **common)
+            for split, part in dict(validation=data.validation, test=data.test).items() if part is not None}
         self.updates = len(self.loader) // args.grad_accum_steps  # of an epoch
         self.mixup, self.loss_fn = None, LabelSmoothingCrossEntropy(args.smoothing)
         if args.mixup or args.cutmix:
             self.mixup = Mixup(args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
                                num_classes=self.num_classes)
             self.loss_fn = SoftTargetCrossEntropy()
-        for dataset in (data.train, data.validation):
-            dataset.transform.transforms.insert(0, Grayscale() if size[0] == 1 else RGB())
+        for loader in (self.loader, *self.loaders.values()):
+            loader.dataset.transform.transforms.insert(0, Grayscale() if size[0] == 1 else RGB())
         self.writer: Any = None
         if args.log is not None and args.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -150,10 +153,12 @@ class Trainer:
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
         seconds = state.seconds or (before.seconds if before else 0.)
         with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
-                  unit='step', disable=args.rank != 0) as progress:
+                  unit='step', **({'disable': True} if args.rank else {})) as progress:
             for epoch in range(first, epochs.stop):
                 loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
+                if not math.isfinite(loss):
+                    raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
                 point = dict(epoch=epoch + 1, train_loss=loss, seconds=seconds, **self.validate(state.judged))
@@ -227,23 +232,24 @@ class Trainer:
         loss, seconds = (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
         return loss, seconds
 
-    def predict(self, model: nn.Module) -> Tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of all validation images in float32, (N, num_classes), and their classes, (N,)."""
+    def predict(self, model: nn.Module, split: str = 'validation') -> Tuple[torch.Tensor, torch.Tensor]:
+        """Return the logits of all images of a split in float32, (N, num_classes), and their classes, (N,)."""
         model.to(self.device).eval()
         logits, targets = [], []
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            for images, target in self.val_loader:
+            for images, target in self.loaders[split]:
                 logits.append(model(images.to(self.device)).cpu())
                 targets.append(target.cpu())
         return torch.cat(logits), torch.cat(targets)
 
-    def validate(self, model: nn.Module) -> Point:
-        """Return loss and top-1 accuracy, in percent, on the validation images."""
-        logits, targets = self.predict(model)
+    def validate(self, model: nn.Module, split: str = 'validation') -> Point:
+        """Return loss and top-1 accuracy, in percent, on the images of a split."""
+        logits, targets = self.predict(model, split)
         return {'loss': F.cross_entropy(logits, targets).item(), 'top1': accuracy(logits, targets)[0].item()}
 
     def images(self) -> torch.Tensor:
         """Return some validation images, as the models get them: shape (B, C, H, W)."""
-        each = -(-NUM_DRAWN // len(self.val_loader))
-        images = torch.cat([images[evenly_spaced(len(images), each)] for images, _ in self.val_loader])
+        loader = self.loaders['validation']
+        each = -(-NUM_DRAWN // len(loader))
+        images = torch.cat([images[evenly_spaced(len(images), each)] for images, _ in loader])
         return images[:NUM_DRAWN].to(self.device)

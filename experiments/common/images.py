@@ -1,0 +1,79 @@
+"""Folders of images for the experiments: train/, validation/, which learning rates are chosen by, and test/."""
+import random
+import shutil
+from pathlib import Path
+from typing import Any, Callable, Dict, List
+
+from torchvision.datasets import CIFAR10, ImageFolder
+
+from timm_cmhsa.train.data import CANVAS as CANVAS, DIGIT as DIGIT, write_digits
+
+NUM_VALIDATION, NUM_TEST = 300, 597  # digits
+
+
+def digits(root: Path, num_train: int, seed: int, canvas: int = CANVAS) -> Path:
+    """Return a folder of digits, with test images that are the same for all seeds. Write it first if needed."""
+    def write(folder: Path) -> None:
+        write_digits(folder, num_train, seed, canvas, NUM_TEST)
+        for path in sorted(folder.glob('validation/*/*'), key=lambda path: path.name)[NUM_VALIDATION:]:
+            path.unlink()
+    return written(root / 'images' / f'digits{canvas}-{num_train}-seed{seed}', write)
+
+
+def photos(root: Path, num_train: int, seed: int, data_dir: Path, num_held_out: int) -> Path:
+    """Return a folder with an equal number of training images of every class, and all test images.
+
+    Args:
+        root: Where the folder is written if it is not there.
+        num_train: Number of training images.
+        seed: Chooses training and held-out images.
+        data_dir: Has the folders train/CLASS and validation/CLASS, or is where torchvision keeps CIFAR-10.
+        num_held_out: Number of further images of the training set, for validation.
+    """
+    train, test = open_split(data_dir, 'train'), open_split(data_dir, 'validation')
+    by_class: Dict[int, List[int]] = {}
+    for index, target in enumerate(train.targets):
+        by_class.setdefault(target, []).append(index)
+    per_class, held_out_per_class = num_train // len(by_class), num_held_out // len(by_class)
+    fewest = min(map(len, by_class.values()))
+    if fewest < per_class + held_out_per_class:
+        raise ValueError(
+            f'{data_dir} has {fewest} training images of a class, where {per_class} to train on and '
+            f'{held_out_per_class} to hold out were asked for: choose fewer.')
+    rng = random.Random(seed)
+    samples = [rng.sample(indices, per_class + held_out_per_class) for indices in by_class.values()]
+    parts = {
+        'train': (train, [index for sample in samples for index in sample[:per_class]]),
+        'validation': (train, [index for sample in samples for index in sample[per_class:]]),
+        'test': (test, range(len(test))),
+    }
+
+    def write(folder: Path) -> None:
+        for split, (dataset, indices) in parts.items():
+            for index in indices:
+                image, target = dataset[index]
+                path = folder / split / dataset.classes[target] / f'{index:05}.png'
+                path.parent.mkdir(parents=True, exist_ok=True)
+                image.save(path)
+    return written(root / 'images' / f'photos-{num_train}-{num_held_out}-seed{seed}', write)
+
+
+def open_split(data_dir: Path, split: str) -> Any:
+    """Return the images of a split, as a dataset of PIL images and classes."""
+    if (data_dir / 'cifar-10-batches-py').is_dir():
+        return CIFAR10(str(data_dir), train=split == 'train')
+    if not (data_dir / split).is_dir():
+        raise ValueError(
+            f'{data_dir} has no folder {split}: expected train/CLASS and validation/CLASS with images, or '
+            "cifar-10-batches-py, torchvision's CIFAR-10.")
+    return ImageFolder(str(data_dir / split))
+
+
+def written(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Return a folder, written first if it is not there. A kill at any moment leaves none or the whole."""
+    if not folder.exists():
+        partial = folder.with_suffix('.partial')
+        shutil.rmtree(partial, ignore_errors=True)
+        write(partial)
+        partial.rename(folder)
+    return folder
