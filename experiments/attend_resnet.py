@@ -11,11 +11,11 @@ import argparse
 import copy
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Sequence, Union
+from typing import Dict, List, Optional, Sequence, Union
 
 import torch
-from common.images import CANVAS
-from common.options import add_repeats, make_parser, positive_int
+from common.images import BATCH_SIZE, CANVAS, OPTIONS
+from common.options import add_num_train, add_repeats, make_parser, positive_int
 from common.report import markdown_table, spread, write_whole
 from common.runs import Result, Run, create, run_all, top1
 from common.timing import step_seconds
@@ -25,7 +25,6 @@ from torch import nn
 from timm_cmhsa import attend_convs
 from timm_cmhsa.cnn import attention_summary
 
-BATCH_SIZE = 20
 NAMES: Dict[str, Optional[Union[str, Sequence[str]]]] = {  # of what becomes attention
     'none': None, 'all convolutions': '*', 'last two stages': ['layer3.*', 'layer4.*']}
 
@@ -45,7 +44,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'attend_resnet', seeds=3)
     add = parser.add_argument
-    add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
+    add_num_train(parser)
     add('--epochs', type=positive_int, default=40, help='of the CNN; half as many to fine-tune (default: %(default)s)')
     add_repeats(parser, 5)
     return parser.parse_args()
@@ -53,7 +52,7 @@ def parse_args() -> argparse.Namespace:
 
 def plan(title: str, seed: int, args: argparse.Namespace) -> Run:
     """Plan fine-tuning of the CNN, parts of which became attention."""
-    options: Dict[str, Any] = dict(batch_size=BATCH_SIZE, img_size=CANVAS, mixup=0., cutmix=0., no_flip=True)
+    options = dict(OPTIONS, img_size=CANVAS)
     cnn = Run('CNN', args.num_train, seed, dict(
         options, epochs=args.epochs, lr=2e-3, model='resnet18', model_kwargs=dict(in_chans=1)))
     return Run(title, args.num_train, seed, dict(options, epochs=max(args.epochs // 2, 1), lr=2e-4), after=cnn,

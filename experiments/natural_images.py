@@ -9,8 +9,8 @@ values, as in the paper.
 Runs are done side by side and only once: what is in --results is read, and what was stopped goes on where it stopped.
 One takes 10 to 60 minutes on one core, all of them about 35 hours. --rows and --seeds choose a part of them. The output
 folder gets the table of all results and the pictures, and each run's folder has a picture of its attention before and
-after phase 2. `--results benchmarks/natural_images.jsonl` has those of docs/results.md: give another file for other
-data, models or --num-held-out.
+after phase 2. `--results benchmarks/natural_images.jsonl` has those of docs/results.md, which an earlier trainer made
+(seconds are those of the processor, images were shifted with the mean colour): give another file for new runs.
 """
 import argparse
 import fnmatch
@@ -23,7 +23,7 @@ from statistics import mean
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import scipy.stats
-from common.images import photos
+from common.images import photos, sample_photos
 from common.options import make_parser, positive_float, positive_int
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import LOOKS, RESULTS, Result, Results, Run, best_rates, read_results, run_all
@@ -197,7 +197,7 @@ def parse_args() -> argparse.Namespace:
             parser.error(f'no row is called {pattern!r}: choose from {shown}, or a part of a title with *')
     try:
         read_results(args.results)
-        photos(args.output, args.num_train, 0, args.data_dir, args.num_held_out)
+        sample_photos(args.data_dir, args.num_train, 0, args.num_held_out)
     except (OSError, ValueError) as e:
         parser.error(str(e))
     return args

@@ -16,8 +16,8 @@ from typing import Any, Dict, List, NamedTuple
 
 import torch
 from centers import center_figure, gaussians
-from common.images import DIGIT, digits
-from common.options import add_repeats, make_parser, positive_float, positive_int
+from common.images import BATCH_SIZE, DIGIT, OPTIONS, digits
+from common.options import add_num_train, add_repeats, make_parser, positive_float, positive_int
 from common.report import markdown_table, spread, write_whole
 from common.runs import Result, Run, best_rates, create, run_all, top1
 from common.timing import step_seconds
@@ -33,7 +33,6 @@ sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
 import resnet18_cifar  # noqa: F401  registers the model
 
 TUNING_SEED = 100
-BATCH_SIZE = 20
 SHAPE = dict(in_chans=1, hidden_chans=24)  # 8 x 8 tokens of width 96
 
 
@@ -80,7 +79,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'pixel_models', seeds=3)
     add = parser.add_argument
-    add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
+    add_num_train(parser)
     add('--epochs', type=positive_int, default=60, help='default: %(default)s')
     add('--learning-rates', type=positive_float, nargs='+', default=[],
         help='to choose from for each model (default: a rate that works)')
@@ -89,9 +88,8 @@ def parse_args() -> argparse.Namespace:
 
 
 def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Run:
-    options: Dict[str, Any] = dict(
-        batch_size=BATCH_SIZE, img_size=DIGIT, mixup=0., cutmix=0., no_flip=True, shift=4, epochs=args.epochs, lr=rate,
-        model=choice.model, model_kwargs=choice.model_args)
+    options = dict(OPTIONS, img_size=DIGIT, shift=4, epochs=args.epochs, lr=rate, model=choice.model,
+                   model_kwargs=choice.model_args)
     return Run(choice.title, args.num_train, seed, options, data=partial(digits, canvas=DIGIT))
 
 

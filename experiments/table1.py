@@ -14,25 +14,13 @@ from typing import Dict
 
 import timm
 import torch
-from common.images import DIGIT
+from common.images import BATCH_SIZE, DIGIT, MAX_TRAIN, MIN_TRAIN
 from common.options import add_repeats
 from common.report import make_figure, markdown_table, seeds_note, write_whole
-from common.rows import (
-    OPTIONS,
-    ROWS,
-    Rates,
-    Results,
-    choose_rates,
-    make_row_parser,
-    parse_row_args,
-    plan,
-    table_cells,
-)
+from common.rows import ROWS, Rates, Results, choose_rates, make_row_parser, parse_row_args, plan, table_cells
 from common.runs import run_all
 from common.timing import step_seconds
 from torch import nn
-
-MAX_IMAGES = 900  # 300 of the 1,797 digits choose learning rates, 597 are for testing
 
 
 def main() -> None:
@@ -51,9 +39,9 @@ def parse_args() -> argparse.Namespace:
         '--sizes', type=int, nargs='+', default=[100, 300, 900], help='training images (default: %(default)s)')
     add_repeats(parser, 20)
     args = parse_row_args(parser)
-    smallest, largest = OPTIONS['batch_size'], min(MAX_IMAGES, args.images_per_phase)
-    if not all(smallest <= size <= largest for size in args.sizes):
-        parser.error(f'--sizes must be between {smallest} and {largest}')
+    largest = min(MAX_TRAIN, args.images_per_phase)
+    if not all(MIN_TRAIN <= size <= largest for size in args.sizes):
+        parser.error(f'--sizes must be between {MIN_TRAIN} and {largest}')
     return args
 
 
@@ -71,7 +59,7 @@ def markdown(results: Results, rates: Dict[str, Rates], repeats: int) -> str:
     models: Dict[str, nn.Module] = {
         model: timm.create_model(model, img_size=DIGIT, num_classes=10, **model_args)
         for row in ROWS for model, model_args in row.phases}
-    of_model = step_seconds(models, torch.randn(OPTIONS['batch_size'], 1, DIGIT, DIGIT), repeats)
+    of_model = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats)
     seconds = [statistics.mean(of_model[model] for model, _ in row.phases) for row in ROWS]
     head, *rows = table_cells(results, {title: f'{rate[-1]:g}' for title, rate in rates.items()}, models)
     rows = [[*row, f'{each / seconds[0]:.2f}x'] for row, each in zip(rows, seconds)]

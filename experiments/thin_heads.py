@@ -13,8 +13,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import timm
 import torch
-from common.images import CANVAS
-from common.options import add_repeats, make_parser, positive_float, positive_int
+from common.images import BATCH_SIZE, CANVAS, OPTIONS
+from common.options import add_num_train, add_repeats, make_parser, positive_float, positive_int
 from common.report import make_figure, markdown_table, plot_mean_and_range, spread, write_whole
 from common.runs import Result, Run, best_rates, run_all, top1
 from common.timing import step_seconds
@@ -25,7 +25,6 @@ from timm_cmhsa.construction import plan_heads
 
 KERNELS = (3, 5)
 TUNING_SEED = 100
-BATCH_SIZE = 20
 SHAPE: Dict[str, Any] = dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4)
 
 
@@ -64,7 +63,7 @@ def main() -> None:
 def parse_args() -> argparse.Namespace:
     parser = make_parser(__doc__, 'thin_heads', seeds=5)
     add = parser.add_argument
-    add('--num-train', type=positive_int, default=400, help='number of training images (default: %(default)s)')
+    add_num_train(parser)
     add('--epochs', type=positive_int, default=80, help='epochs of each phase (default: %(default)s)')
     add('--learning-rates', type=positive_float, nargs='+', default=[1e-3, 2e-3, 4e-3],
         help='that every choice of heads chooses from (default: %(default)s)')
@@ -75,8 +74,7 @@ def parse_args() -> argparse.Namespace:
 def plan(heads: Heads, kernel: int, rate: float, seed: int, args: argparse.Namespace) -> Run:
     """Plan phase 2 with these heads, from phase 1 with this kernel."""
     conv = f'cmhsa_conv_k{kernel}'
-    options: Dict[str, Any] = dict(
-        batch_size=BATCH_SIZE, img_size=CANVAS, epochs=args.epochs, mixup=0., cutmix=0., no_flip=True)
+    options = dict(OPTIONS, img_size=CANVAS, epochs=args.epochs)
     phase1 = Run(conv, args.num_train, seed, dict(options, lr=3e-3, model=conv, model_kwargs=SHAPE))
     return Run(
         f'K = {kernel}, heads {heads.title}', args.num_train, seed, dict(options, lr=rate), after=phase1,

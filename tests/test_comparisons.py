@@ -102,9 +102,7 @@ def test_phase2_starts_as_phase1_ends(num_heads, phase1):
     rewrite = partial(timm_cmhsa.convert_model, architecture='cmhsa_attn', num_heads=num_heads)
     run = run._replace(title=f'{num_heads} heads', rewrite=rewrite)
     result = do(run, folder)
-    first, second = (torch.load(path, weights_only=True)['state_dict'] for path in (
-        run.after.checkpoint(folder), run.folder(folder) / 'checkpoints' / 'phase1.pth.tar'))
-    assert all(torch.equal(weight, second[name]) for name, weight in first.items()), 'shared, not trained again'
+    assert run.after.checkpoint(folder).samefile(run.folder(folder) / 'checkpoints' / 'phase1.pth.tar')
     assert result['before']['top1'] == pytest.approx(before['test']['top1'])
     assert result['looks']['before']['best_weight'] > 0.7
     assert result['bias_moved'] is not None
@@ -147,14 +145,14 @@ def test_training_held_out_and_test_images_are_disjoint(tmp_path):
         assert len(set().union(*parts)) == 1797
     assert names_in(folders[0], 'test') == names_in(folders[1], 'test')
     assert names_in(folders[0], 'train') != names_in(folders[1], 'train')
-    assert not list(tmp_path.rglob('*.partial'))
 
 
 @pytest.mark.parametrize(('script', 'arguments', 'message'), [
-    (table1, ['--sizes', '10'], '--sizes must be between 20 and 900'),
+    (table1, ['--sizes', '10'], '--sizes must be between 60 and 900'),
+    (thin_heads, ['--num-train', '1200'], '--num-train: 1200 is not between 60 and 900'),
     (table1, ['--seeds', '0'], '--seeds: 0 is not positive'),
     (table1, ['--images-per-phase', '299'], '--images-per-phase must be at least 300'),
-    (table1, ['--images-per-phase', '500'], '--sizes must be between 20 and 500'),
+    (table1, ['--images-per-phase', '500'], '--sizes must be between 60 and 500'),
     (table1, ['--learning-rates', '0'], '--learning-rates: 0 is not positive'),
     (table1_cifar100, ['--timm', 'nowhere'], 'nowhere has no train.py'),
     (table1_cifar100, ['--timm', '.', '--num-processes', '3', '--', '--device', 'cpu'], 'must divide the batch of 128'),
@@ -379,8 +377,9 @@ def test_photos_are_split_without_overlap(tmp_path):
         assert not pixels(folder, 'train') & pixels(folder, 'validation')
     assert pixels(first, 'train') != pixels(second, 'train')
     assert pixels(first, 'test') == pixels(second, 'test')
-    with pytest.raises(ValueError, match='has 20 training images of a class, where'):
-        photos(tmp_path, 40, 0, tmp_path / 'all', 10)
+    for numbers in ((40, 10), (20, 1)):
+        with pytest.raises(ValueError, match='has 20 training images of a class, where'):
+            photos(tmp_path, numbers[0], 0, tmp_path / 'all', numbers[1])
 
 
 def write_photos(folder, num_train):

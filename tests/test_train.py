@@ -217,12 +217,16 @@ def test_test_images_are_judged_in_the_end(photos, tmp_path):
     root = shutil.copytree(photos, tmp_path / 'photos')
     shutil.copytree(root / 'validation', root / 'test')
     (root / 'test' / 'owl' / '0.png').unlink()
+    write_image(root / 'val' / 'cat' / '0.png')  # not a third one
     results = train_two_phases(root, output=tmp_path, compare=['test_resnet'], **{**OPTIONS, 'epochs': 2})
     assert results['num_validation'] == 12
     assert set(results['test']) == {'phase 1', 'converted', 'phase 2', 'test_resnet'}
     assert results['test']['converted'] == results['test']['phase 1'] in [
         pytest.approx(100 * right / 11) for right in range(12)]
     assert 'Top-1 on the test images, %: phase 1' in (tmp_path / 'results.md').read_text()
+    assert open_folder(root).test is not None
+    (root / 'test' / 'owl').rename(root / 'test' / 'unknown')
+    assert open_folder(root).test is None
 
 
 def test_gray_images_for_a_cnn_alone(photos, tmp_path):

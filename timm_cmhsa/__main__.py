@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER).required = False  # in the message
     args = parser.parse_args()
     script = args.script
-    if not os.path.exists(script):
+    if not os.path.isfile(script):
         parser.error(f"can't open file {os.path.abspath(script)!r}")
     sys.argv = [script, *args.arguments]
     if not getattr(sys.flags, 'safe_path', False):

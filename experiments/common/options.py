@@ -2,6 +2,8 @@
 import argparse
 from pathlib import Path
 
+from .images import MAX_TRAIN, MIN_TRAIN
+
 
 def make_parser(description: str, name: str, seeds: int) -> argparse.ArgumentParser:
     """Return a parser with the number of seeds and the output folder, which is named after the experiment."""
@@ -16,6 +18,19 @@ def add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
     """Add how often a training step is timed."""
     parser.add_argument(
         '--repeats', type=positive_int, default=default, help='timed steps of every model (default: %(default)s)')
+
+
+def add_num_train(parser: argparse.ArgumentParser) -> None:
+    """Add the number of digits to train on."""
+    parser.add_argument(
+        '--num-train', type=num_digits, default=400, help='number of training images (default: %(default)s)')
+
+
+def num_digits(text: str) -> int:
+    """Read a number of digits: all ten must be among them, and some be left."""
+    if not MIN_TRAIN <= int(text) <= MAX_TRAIN:
+        raise argparse.ArgumentTypeError(f'{text} is not between {MIN_TRAIN} and {MAX_TRAIN}')
+    return int(text)
 
 
 def positive_int(text: str) -> int:

@@ -8,14 +8,12 @@ from torch import nn
 
 import timm_cmhsa
 
-from .images import DIGIT, digits
+from .images import DIGIT, OPTIONS, digits
 from .options import make_parser, positive_float, positive_int
 from .report import spread
 from .runs import Run, best_rates
 
 TUNING_SIZE, TUNING_SEEDS = 300, (100, 101)
-OPTIONS: Dict[str, Any] = dict(  # of all digits
-    batch_size=20, img_size=DIGIT, mixup=0., cutmix=0., no_flip=True, shift=4)
 SHAPE = dict(patch_size=4, in_chans=1, hidden_chans=4, depth=3)
 VIT = dict(patch_size=4, in_chans=1, depth=6)
 BASE, SMALL = dict(VIT, embed_dim=64, num_heads=4), dict(VIT, embed_dim=32, num_heads=2)
@@ -92,7 +90,8 @@ def plan(row: Row, rates: Rates, size: int, seed: int, images_per_phase: int) ->
     """Plan the run of a row's last phase, with that of its first if there are two."""
     epochs = images_per_phase // size * (2 if len(row.phases) == 1 else 1)  # as many images as others in two phases
     (model, model_kwargs), *_ = row.phases
-    options = dict(OPTIONS, epochs=epochs, lr=rates[0], warmup_epochs=max(epochs // 14, 1))
+    options = dict(
+        OPTIONS, img_size=DIGIT, shift=4, epochs=epochs, lr=rates[0], warmup_epochs=max(epochs // 14, 1))
     if not row.deit:
         options.update(shift=0, smoothing=0., weight_decay=0.)
     run = Run(row.title, size, seed, dict(options, model=model, model_kwargs=model_kwargs),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import timm
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.optim import create_optimizer_v2
 from timm.utils import accuracy, init_distributed_device, random_seed
 from torch import nn
@@ -98,11 +99,9 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         if isinstance(each.model, Cmhsa):
             save_for_hub(each.judged, args.output / name, force=True, label_names=data.class_names)
     logits, targets = trainer.predict(final.judged)
-    models = {title: each.judged for title, each in trained.items()}
-    if converted is not None:
-        models['converted'] = converted
     if 'test' in trainer.loaders:
-        results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items()}
+        models = {'converted': converted, **{title: each.judged for title, each in trained.items()}}
+        results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items() if model}
     results.update(
         top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
@@ -131,7 +130,7 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
     if args.switch < 1:
         try:
             to_phase2(model)
-        except (TypeError, ValueError) as e:
+        except TypeError as e:
             raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
     trainer = Trainer(args, data, data_config(model))
@@ -140,9 +139,11 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
 
 
 def create_model(name: str, img_size: int, seed: int, **kwargs: Any) -> nn.Module:
-    """Create a model of timm, with weights that depend on the seed alone."""
+    """Create a model of timm for images of this size, normalized alike for all, with weights by the seed alone."""
     random_seed(seed)
-    kwargs['pretrained_cfg_overlay'] = dict(crop_pct=1., input_size=(kwargs.get('in_chans', 3), img_size, img_size))
+    kwargs['pretrained_cfg_overlay'] = dict(
+        crop_pct=1., input_size=(kwargs.get('in_chans', 3), img_size, img_size), mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD)
     try:
         return timm.create_model(name, **{'img_size': img_size, **kwargs})
     except TypeError:  # convolutional networks take any size

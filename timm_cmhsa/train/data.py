@@ -43,34 +43,37 @@ class Photos(ImageFolder):
 def open_folder(root: Path) -> Data:
     """Open `train/CLASS/*` and `validation/CLASS/*`, or `CLASS/*` alone, from which every tenth image is held out.
 
-    If there is `test/CLASS/*`, too, the models are tested on it in the end.
+    If there is `test/CLASS/*` besides, with the same classes, the models are tested on it in the end.
 
     Raises:
         ValueError, FileNotFoundError: If it is not such a folder, a class is empty, or the classes differ.
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
-    splits = {path.name: path for path in root.iterdir() if path.is_dir() and any(path.glob('*/'))}
-    root = splits.get('train', root)
+    folders = {path.name: sorted(child.name for child in path.iterdir() if child.is_dir() and child.name[0] != '.')
+               for path in root.iterdir() if path.is_dir()}
+    held_out = next((root / name for name in VALIDATION_NAMES if folders.get(name)), None)
+    tests, root = root / 'test', root / 'train' if folders.get('train') else root
     notes: List[str] = []
     train = _read(root, notes)
-    others = [_read(splits[name], notes) for name in VALIDATION_NAMES if name in splits]
-    for other in others:
-        if train.classes != other.classes:
-            names = ', '.join(sorted(set(train.classes) ^ set(other.classes))[:5])
-            raise ValueError(f'{names}: in one of {root} and {other.root} only. Both need the same classes.')
-    if not others:
-        others, by_class = [copy.copy(train)], [
+    if held_out is not None:
+        validation = _read(held_out, notes)
+        if train.classes != validation.classes:
+            names = ', '.join(sorted(set(train.classes) ^ set(validation.classes))[:5])
+            raise ValueError(f'{names}: in one of {root} and {held_out} only. Both need the same classes.')
+    else:
+        validation, by_class = copy.copy(train), [
             [sample for sample in train.samples if sample[1] == i] for i in range(len(train.classes))]
-        others[0].samples = [sample for samples in by_class for sample in samples[::HELD_OUT]]
+        validation.samples = [sample for samples in by_class for sample in samples[::HELD_OUT]]
         train.samples = [sample for samples in by_class for i, sample in enumerate(samples) if i % HELD_OUT]
         notes.append(f'every tenth image of a class in {root} is held out for validation')
     for i, name in enumerate(train.classes):
-        if any(all(target != i for _, target in part.samples) for part in (train, *others)):
+        if any(all(target != i for _, target in part.samples) for part in (train, validation)):
             raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
     sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
-    test = others[-1] if len(others) > 1 else None
-    return Data(train, others[0], train.classes, round(median(sides)), notes, test=test)
+    has_test = held_out not in (None, tests) and folders.get('test') == train.classes
+    test = _read(tests, notes) if has_test else None
+    return Data(train, validation, train.classes, round(median(sides)), notes, test=test)
 
 
 def _read(root: Path, notes: List[str]) -> ImageFolder:
@@ -129,7 +132,7 @@ def open_digits(args: argparse.Namespace) -> Data:
 def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS, num_test: int = 0) -> None:
     """Write scikit-learn's handwritten digits, each at a random place of a canvas, as a folder for `open_folder`.
 
-    The digits of `test`, if any, are the same for all seeds.
+    The digits of `test`, if any, are the same for all seeds, at other places.
     """
     from sklearn.datasets import load_digits
 

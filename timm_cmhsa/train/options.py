@@ -15,8 +15,7 @@ SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS = 4000  # of both phases, if the epochs are left out
 POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'switch', 'scale'}
 SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
-WITHOUT_EFFECT = {  # on what is trained
-    'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}
+WITHOUT_EFFECT = {'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}  # on training
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +52,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
     add('--aa', metavar='POLICY', help="timm's RandAugment; '' for none")
     add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')
-    add('--shift', metavar='N', type=int, help='pixels by which to shift at most')
+    add('--shift', metavar='N', type=int, help='pixels to shift by at most, with --scale 1')
     add('--mixup', metavar='A', type=float, default=0.8, help='(default: %(default)s)')
     add('--cutmix', metavar='A', type=float, default=1., help='(default: %(default)s)')
     add('--mixup-prob', metavar='P', type=float, help='of Mixup or CutMix in a batch')
@@ -111,7 +110,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
     choose('aa', '' if is_small else 'rand-m9-mstd0.5-inc1', 'none for small images' if is_small else "DeiT's")
     choose('scale', 1. if is_small else 0.08, 'small images are shifted' if is_small else "DeiT's")
-    choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth of small images')
+    choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth, or crops instead')
     choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")
     choose('reprob', 0. if is_small else 0.25, 'none for small images' if is_small else "DeiT's")
     choose('workers', min(os.cpu_count() or 1, 4) if args.num_images * args.img_size > 500_000 else 0, 'by size')

@@ -141,7 +141,7 @@ class Trainer:
         forward = torch.compile(model) if args.compile else model
         optimizer = self._optimizer(model, before)
         scheduler, _ = create_scheduler_v2(
-            optimizer, num_epochs=len(schedule), min_lr=args.lr / 100, warmup_lr=1e-6,
+            optimizer, num_epochs=len(schedule), min_lr=optimizer.defaults['lr'] / 100, warmup_lr=1e-6,
             warmup_epochs=min(args.warmup_epochs, len(schedule) // 4), step_on_epochs=False,
             updates_per_epoch=self.updates)
         state = Trained(
@@ -157,7 +157,7 @@ class Trainer:
             for epoch in range(first, epochs.stop):
                 loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
-                if not math.isfinite(loss):
+                if not math.isfinite(loss) and name in ('phase1', 'phase2'):
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
