@@ -100,7 +100,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
             save_for_hub(each.judged, args.output / name, force=True, label_names=data.class_names)
     logits, targets = trainer.predict(final.judged)
     if 'test' in trainer.loaders:
-        models = {'converted': converted, **{title: each.judged for title, each in trained.items()}}
+        models = {**{title: each.judged for title, each in trained.items()}, 'converted': converted}
         results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items() if model}
     results.update(
         top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
