@@ -19,7 +19,7 @@ LOAD = '''```python
 import timm, timm_cmhsa, timm_cmhsa.plots
 
 model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
-timm_cmhsa.plots.plot_attention(model, '{folder}/attention', IMAGES)  # look at it
+timm_cmhsa.plots.plot_attention(model, '{folder}/attention', 'PHOTOS')  # look at it, on a folder of images
 timm_cmhsa.push_to_hub(model, 'USER/NAME')  # publish it
 ```'''
 
@@ -54,7 +54,7 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         rows.update({'converted': results['converted_top1'], 'phase 2': results['top1']})
     lines = [
         '# Results', '',
-        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval for other images of the same kind. '
+        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
         f'{results["num_train"]} training images, {results["seconds"] / 60:.1f} minutes of training, '
         f'{results["parameters"] / 1e6:.2f} M parameters.']
     if results['options']['keep'] == 'best':
