@@ -82,7 +82,7 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
         print(*report, f'{prog}: error: {message}', sep='\n', file=sys.stderr)
         return 1
     except ModuleNotFoundError as e:
-        print(f"{prog}: error: {one_line(e)} Install it: pip install 'timm_cmhsa[train]' has most.", file=sys.stderr)
+        print(f"{prog}: error: {one_line(e)} Try pip install 'timm_cmhsa[train]'.", file=sys.stderr)
         return 2
     except (ValueError, TypeError, OSError) as e:
         print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)

@@ -153,11 +153,11 @@ class Trainer:
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
         seconds = state.seconds or (before.seconds if before else 0.)
         with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
-                  unit='step', **({'disable': True} if args.rank else {})) as progress:
+                  unit='step', **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
             for epoch in range(first, epochs.stop):
                 loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
-                if not math.isfinite(loss) and name in ('phase1', 'phase2'):
+                if not math.isfinite(loss) and name in ('phase1', 'phase2'):  # a rival may
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
