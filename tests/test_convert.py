@@ -83,6 +83,34 @@ def test_a_model_that_timm_did_not_create():
     assert_converts(CmhsaConv(img_size=16, patch_size=4, depth=2, num_classes=5).eval())
 
 
+@pytest.mark.parametrize(('size', 'grid'), [(32, 8), (64, 8), (96, 12), (224, 14)])
+def test_hybrids_become_hybrids(size, grid):
+    model = phase1(f'cmhsa_hybrid_conv_{size}', depth=2, num_classes=5, dtype=torch.float64)
+    converted = assert_converts(model, tolerance=1e-12)
+    assert converted.pretrained_cfg['architecture'] == f'cmhsa_hybrid_attn_{size}'
+    attn = converted.blocks[0].attn
+    assert (attn.num_heads, attn.head_dim, attn.qk_dim) == (10, 96, 16)
+    assert (attn.rel_pos.name, attn.rel_pos.grid_size) == ('padded_table', (grid, grid))
+    assert_equal_tensors(converted.state_dict(), convert_state_dict(model.state_dict(), img_size=size))
+    for each in (model, converted):
+        each.set_input_size((64, 48))
+    assert verify(model, converted, images_for(model)).max_error <= 1e-12
+
+
+@given(
+    stem=st.sampled_from(['8', '6p', '4-8p', '4p-4-8p']), kernel=st.sampled_from([3, 5]),
+    heads=st.sampled_from([{}, {'rel_pos': 'table'}, {'peak': 0.9}, {'head_dim': 3}]), seed=st.integers(0, 2 ** 16))
+def test_any_stem_is_kept_and_known_by_its_tensors(stem, kernel, heads, seed):
+    patch_size, hidden_chans = 2 ** stem.count('p'), int(stem.split('-')[-1].rstrip('p'))
+    model = phase1(
+        seed=seed, img_size=12, kernel_size=kernel, stem=stem, patch_size=patch_size, hidden_chans=hidden_chans,
+        in_chans=2, depth=2, mlp_layer='depthwise', num_classes=5, dtype=torch.float64)
+    converted = assert_converts(model, tolerance=1e-12, **heads)
+    if stem.endswith('p'):  # a pooling at the end is taken for granted
+        tensors = convert_state_dict(model.state_dict(), img_size=12, **heads)
+        assert_equal_tensors(converted.state_dict(), tensors)
+
+
 # Heads
 
 

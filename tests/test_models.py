@@ -22,7 +22,9 @@ from timm_cmhsa.save import save_model
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 THIN = dict(num_heads=10, head_dim=24, rel_pos='padded_table')
 both_phases = pytest.mark.parametrize('name', [CONV, ATTN])
-all_models = pytest.mark.parametrize(('name', 'kwargs'), [(CONV, {}), (ATTN, {}), (ATTN, THIN)])
+HYBRID = dict(stem='24p-48p', hidden_chans=48, mlp_layer='depthwise')
+all_models = pytest.mark.parametrize(('name', 'kwargs'), [
+    (CONV, {}), (ATTN, {}), (ATTN, THIN), (CONV, HYBRID), (ATTN, dict(HYBRID, rel_pos='padded_table'))])
 
 
 def random_model(name, **kwargs):
@@ -45,8 +47,9 @@ def assert_same(actual, expected):
 def test_registered_models():
     names = [f'cmhsa_{kind}{size}' for kind in ('attn', 'attn_soft', 'conv_k3', 'conv_k5')
              for size in ('', '_patch4_32')]
-    assert timm.list_models('cmhsa*') == sorted(names)
-    assert set(names) <= set(timm.list_models(module='models'))
+    names += [f'cmhsa_hybrid_{kind}_{size}' for kind in ('attn', 'conv') for size in (32, 64, 96, 224)]
+    assert sorted(timm.list_models('cmhsa*')) == sorted(names)
+    assert set(names) <= set(timm.list_models(module='variants'))
     for name in names:
         cls = CmhsaAttn if 'attn' in name else CmhsaConv
         assert type(timm.create_model(name, device='meta')) is cls
@@ -107,6 +110,11 @@ def test_the_patch_projection_starts_as_a_reshape(name):
         dict(fc_norm=True, act_layer='silu', norm_layer='rmsnorm'),
         dict(drop_rate=0.1, drop_path_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1))),
     (CONV, dict(kernel_size=(3, 7))),
+    (CONV, dict(stem='8-12-16p', patch_size=2, hidden_chans=16)),
+    (CONV, dict(HYBRID, in_chans=60, act_layer='relu', mlp_ratio=1.5, proj_drop_rate=0.1)),
+    (CONV, dict(mlp_layer='depthwise', hidden_chans=5)),
+    (ATTN, dict(HYBRID, mlp_layer='mlp', img_size=(8, 24))),
+    (ATTN, dict(HYBRID, num_heads=2, head_dim=5)),
     (ATTN, dict(num_heads=4, head_dim=8, qk_dim=3, qkv_bias=False)),
     (ATTN, dict(THIN, padding=(2, 1))),
 ])
@@ -136,6 +144,11 @@ def test_arguments(name, kwargs):
     (CONV, dict(depth=0), 'must be positive'),
     (CONV, dict(kernel_size=4), 'use an odd size such as 3 or 5'),
     (CONV, dict(global_pool='token'), "needs a class token, which these models do not have: use 'avg'"),
+    (CONV, dict(stem='8p-16p', patch_size=2, hidden_chans=16), 'use hidden_chans=16 and patch_size=4'),
+    (CONV, dict(stem='8p-16p'), 'use hidden_chans=16 and patch_size=4'),
+    (CONV, dict(stem='0p'), "such as '32p-96p'"),
+    (CONV, dict(stem='8s'), "such as '32p-96p'"),
+    (CONV, dict(mlp_layer='glu'), 'must be one of mlp, depthwise'),
     (ATTN, dict(num_heads=0), 'must be positive'),
     (ATTN, dict(qk_dim=-1), 'must be positive'),
     (ATTN, dict(rel_pos='cubic'), "use 'table' without padding, or 'padded_table'"),
@@ -213,7 +226,7 @@ def test_biases_of_attention_are_not_decayed(name, kwargs):
     optimizer = create_optimizer_v2(model, 'adamw', lr=1., weight_decay=0.1)
     decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
     for name, parameter in model.named_parameters():
-        decayed = name.endswith('.weight') and 'norm' not in name
+        decayed = name.endswith('.weight') and parameter.dim() > 1
         assert decay[id(parameter)] == (0.1 if decayed else 0.), name
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from timm_cmhsa import patchify, unpatchify
-from timm_cmhsa.patches import PatchConv2d, PatchReshape, init_patch_identity
+from timm_cmhsa.patches import ConvStem, DepthwiseMlp, PatchConv2d, PatchReshape, init_patch_identity
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -79,3 +79,19 @@ def test_patch_conv2d_refuses_masks_and_drops_its_output():
             mixer(tokens, **mask)
     assert not mixer(tokens).any()
     assert mixer.eval()(tokens).any()
+
+
+def test_a_stem_reduces_the_image_by_its_poolings():
+    stem = ConvStem('4-6p-8p', in_chans=2, act_layer=torch.nn.ReLU).eval()
+    assert (stem.reduction, stem.width) == (4, 8)
+    assert stem(torch.rand(3, 2, 12, 20)).shape == (3, 8, 3, 5)
+
+
+def test_a_depthwise_mlp_convolves_the_grid_of_tokens():
+    mlp = DepthwiseMlp(4, 6, drop=0.5).eval()
+    mlp.set_grid_size((3, 5))
+    images = torch.randn(2, 4, 3, 5)
+    hidden = mlp.fc1(images)
+    expected = mlp.fc2(mlp.conv.bn(F.conv2d(hidden, mlp.conv.conv.weight, padding=1, groups=6)))
+    torch.testing.assert_close(mlp(patchify(images, 1)), patchify(expected, 1))
+    assert (mlp.train()(patchify(images, 1)) == 0).any()  # dropped

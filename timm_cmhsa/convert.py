@@ -14,9 +14,10 @@ from tqdm import tqdm
 from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import Head, HeadOptions, plan_heads, rewrite
-from .models import CmhsaAttn, CmhsaConv, registered_variant
-from .patches import PatchConv2d, PatchReshape, init_patch_identity
+from .models import CmhsaAttn, CmhsaConv
+from .patches import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
 from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .variants import registered_variant
 
 BATCH_SIZE = 8
 DEFAULT_PEAK = 0.75
@@ -85,8 +86,9 @@ def convert_with(
         converted.blocks[i].attn = attn
     proj, weight = converted.patch_embed.proj, next(source.parameters())
     converted.patch_embed = copy.deepcopy(source.patch_embed)
-    converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
-    init_patch_identity(proj)
+    if not source.stem:
+        converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
+        init_patch_identity(proj)
     converted.set_grad_checkpointing(source.grad_checkpointing)
     return converted.requires_grad_(True).train(source.training), options
 
@@ -117,7 +119,8 @@ def _plain_model(model: nn.Module) -> CmhsaConv:
     if type(model) is not CmhsaConv:
         hint = ', which is converted already' if isinstance(model, CmhsaAttn) else ''
         raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}{hint}.')
-    kinds: Dict[nn.Module, type] = {model.blocks: nn.Sequential, model.patch_embed.proj: PatchReshape}
+    kinds: Dict[nn.Module, type] = {
+        model.blocks: nn.Sequential, model.patch_embed.proj: ConvStem if model.stem else PatchReshape}
     for block in model.blocks:
         kinds.update({block.attn: PatchConv2d, getattr(block.attn, 'conv', block.attn): nn.Conv2d})
     for name, module in model.named_modules():
@@ -149,9 +152,10 @@ def _complete(
     options.check()
     if architecture is None:
         kind = 'cmhsa_attn' if options.peak is None else 'cmhsa_attn_soft'
-        architecture = registered_variant(kind, model.patch_embed.patch_size, model.hidden_chans)
-    if architecture not in timm.list_models('*cmhsa_attn*'):
-        choices = ', '.join(timm.list_models('cmhsa_attn*'))
+        architecture = registered_variant(
+            kind, model.patch_embed.patch_size, model.hidden_chans, model.stem, model.patch_embed.img_size)
+    if architecture not in timm.list_models('*cmhsa*attn*'):
+        choices = ', '.join(timm.list_models('cmhsa*attn*'))
         raise ValueError(f'{architecture} is not a phase-2 model: choose one of {choices}.')
     target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
     default, mixer = target.blocks[0].attn, model.blocks[0].attn
@@ -171,7 +175,8 @@ def _complete(
     return architecture, options._replace(
         num_heads=num_heads,
         head_dim=head_dim,
-        qk_dim=options.qk_dim or default_qk_dim(model.embed_dim, head_dim),
+        qk_dim=options.qk_dim or (
+            default.qk_dim if head_dim == default.head_dim else default_qk_dim(model.embed_dim, head_dim)),
         sharpness=options.sharpness or exact_sharpness(
             math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
         rel_pos=rel_pos,

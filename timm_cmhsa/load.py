@@ -20,13 +20,15 @@ from timm.models import clean_state_dict
 
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
-from .models import Cmhsa, registered_variant
+from .models import Cmhsa
+from .variants import registered_variant
 
 PathLike = Union[str, Path]
 
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
+USUAL_GRID = 14  # tokens per image side
 MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
 
 # Model arguments that a file or the Hub may set. Largest values of whole numbers, and, as floats, of other numbers.
@@ -36,7 +38,7 @@ LIMITS = {
     'mlp_ratio': 1000., 'init_values': 1000., 'drop_rate': 1., 'proj_drop_rate': 1., 'attn_drop_rate': 1.,
     'drop_path_rate': 1.}
 FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
-WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer')  # timm's names
+WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer', 'mlp_layer', 'stem')
 MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
 NOT_IN_TENSORS = 'img_size', 'patch_size', 'in_chans', 'global_pool'  # of phase 1
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -139,9 +141,11 @@ def build_model(
             keys = NOT_IN_TENSORS if kind.startswith('cmhsa_conv') else ('img_size', 'global_pool')
             assumed = [key for key in keys if key not in args]
         args = {**checked_args(inferred, str(source)), **args}
-        name = name or registered_variant(kind, to_2tuple(args['patch_size']), args['hidden_chans'])
+        patch_size = to_2tuple(args['patch_size'])
+        name = name or registered_variant(
+            kind, patch_size, args['hidden_chans'], args.get('stem'), args.get('img_size', USUAL_GRID * patch_size[0]))
     try:
-        if args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
+        if 'stem' not in args and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
             raise ValueError(f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
         model = timm.create_model(
             name, **args, pretrained_cfg_overlay=checkpoint.pretrained_cfg, device=torch.device('meta'))
@@ -166,31 +170,49 @@ def _num_classes(state_dict: Mapping[str, torch.Tensor]) -> int:
     return 0 if weight is None or weight.dim() == 0 else len(weight)
 
 
+def _infer_stem(state_dict: Mapping[str, torch.Tensor]) -> Dict[str, Any]:
+    """Return the arguments of a model's stem. A pooling has no tensors: it is where a number is missing, and last."""
+    convs = {int(name.split('.')[2]): tensor.shape for name, tensor in state_dict.items()
+             if name.startswith('patch_embed.proj.') and name.endswith('.conv.weight')}
+    if not convs:
+        return {}
+    stem = '-'.join(f'{shape[0]}{"" if i + 1 in convs else "p"}' for i, shape in sorted(convs.items()))
+    return dict(stem=stem, patch_size=2 ** stem.count('p'), in_chans=convs[0][1])
+
+
 def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tuple[str, Dict[str, Any]]:
     """Return the kind of a model and the arguments that the shapes of its tensors determine."""
     try:
-        hidden_dim, dim = state_dict['blocks.0.mlp.fc1.weight'].shape
+        is_depthwise = 'blocks.0.mlp.conv.conv.weight' in state_dict
+        hidden_dim, dim, *_ = state_dict[f'blocks.0.mlp.fc1{".conv" if is_depthwise else ""}.weight'].shape
         args: Dict[str, Any] = {
+            'mlp_layer': 'depthwise' if is_depthwise else None,
             'depth': len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
             'mlp_ratio': next(ratio for ratio in (hidden_dim / dim, math.nextafter(hidden_dim / dim, math.inf))
                               if int(dim * ratio) == hidden_dim),  # timm multiplies and rounds down
             'init_values': 1e-5 if 'blocks.0.ls1.gamma' in state_dict else None,
             'fc_norm': 'fc_norm.weight' in state_dict,
         }
+        stem = _infer_stem(state_dict)
         if 'blocks.0.attn.conv.weight' in state_dict:
             chans, _, *kernel_size = state_dict['blocks.0.attn.conv.weight'].shape
             args.update(
                 hidden_chans=chans, kernel_size=tuple(kernel_size), patch_size=math.isqrt(dim // chans),
                 in_chans=min(chans, 3))
+            args.update(stem)
             return 'cmhsa_conv_k5' if kernel_size == [5, 5] else 'cmhsa_conv_k3', args
-        _, in_chans, *patch_size = state_dict['patch_embed.proj.weight'].shape
+        if stem:
+            args.update(stem, hidden_chans=dim)
+            patch_size = [stem['patch_size']] * 2
+        else:
+            _, in_chans, *patch_size = state_dict['patch_embed.proj.weight'].shape
+            args.update(patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size))
         num_heads, = state_dict['blocks.0.attn.rel_pos.zero_key_bias'].shape
         head_dim = state_dict['blocks.0.attn.proj.weight'].shape[1] // num_heads
         qk_dim = (len(state_dict['blocks.0.attn.qkv.weight']) // num_heads - head_dim) // 2
         is_padded = 'blocks.0.attn.rel_pos.bias_scale' in state_dict
         side = (math.isqrt(len(state_dict['blocks.0.attn.rel_pos.relative_position_bias_table'])) + 1) // 2 - is_padded
         args.update(
-            patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size),
             img_size=tuple(side * patch for patch in patch_size), num_heads=num_heads, head_dim=head_dim, qk_dim=qk_dim,
             qkv_bias='blocks.0.attn.qkv.bias' in state_dict)
         return 'cmhsa_attn_soft' if is_padded else 'cmhsa_attn', args
@@ -267,7 +289,8 @@ def named_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
 def check_tensors(state_dict: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise CheckpointError unless all tensors are plain, finite floating point tensors."""
     for name, tensor in state_dict.items():
-        is_plain = tensor.dtype in DTYPES and tensor.layout is torch.strided and not tensor.is_meta
+        is_number = tensor.dtype in DTYPES or name.endswith('.num_batches_tracked')  # of batch norm, whole
+        is_plain = is_number and tensor.layout is torch.strided and not tensor.is_meta
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():  # more values than the file has
             raise CheckpointError(f'{source}: {name} is not a plain tensor of floating point numbers.')
         if not tensor.isfinite().all():

@@ -2,23 +2,33 @@
 
 Paper: `Can Vision Transformers Perform Convolution?` - https://arxiv.org/abs/2111.01353
 
-A token is a flattened P x P patch of C channels, so its width is d = P * P * C. Phase 1 (`CmhsaConv`) mixes tokens by
-a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with relative position bias. Otherwise
-both are timm's `VisionTransformer` without class token and position embedding, with global average pooling.
+A token is a flattened P x P patch of C channels, so its width is d = P * P * C; after a stem it is a pixel of that.
+Phase 1 (`CmhsaConv`) mixes tokens by a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with
+relative position bias. Otherwise both are timm's `VisionTransformer` without class token and position embedding, with
+global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, Optional, Set, Type, TypeVar
 
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import LayerType, to_2tuple
-from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.layers import LayerType, Mlp, to_2tuple
+from timm.models import build_model_with_cfg
 from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
-from .patches import PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
+from .patches import (
+    ConvStem,
+    DepthwiseMlp,
+    PatchConv2d,
+    PatchReshape,
+    Size2d,
+    check_divisible,
+    init_patch_identity,
+)
 from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
+
+MLP_LAYERS = {'mlp': Mlp, 'depthwise': DepthwiseMlp}
 
 
 class Cmhsa(VisionTransformer):
@@ -30,11 +40,13 @@ class Cmhsa(VisionTransformer):
             patch_size: Size2d = 16,
             in_chans: int = 3,
             hidden_chans: int = 3,
+            stem: Optional[str] = None,
             num_classes: int = 1000,
             global_pool: str = 'avg',
             fc_norm: Optional[bool] = False,
             depth: int = 6,
             mlp_ratio: float = 4.,
+            mlp_layer: str = 'mlp',
             init_values: Optional[float] = None,
             drop_rate: float = 0.,
             proj_drop_rate: float = 0.,
@@ -51,11 +63,15 @@ class Cmhsa(VisionTransformer):
             patch_size: Pixels per patch side, P.
             in_chans: Number of image channels.
             hidden_chans: Channels per pixel that a token carries, C; at least `in_chans`. A token's width is P * P * C.
+            stem: Convolutions before the tokens, see `ConvStem`. A token is then a pixel of the stem's output: it
+                covers `patch_size` pixels of the image, as many as the stem reduces to one, and has `hidden_chans`
+                channels, the stem's last width.
             num_classes: Number of classes for the classification head.
             global_pool: Type of global pooling of the final tokens.
             fc_norm: Normalize after the pooling instead of before.
             depth: Number of blocks.
             mlp_ratio: Ratio of MLP hidden width to token width.
+            mlp_layer: 'mlp', or 'depthwise' for `DepthwiseMlp`.
             init_values: Initial values of layer scale; None for no layer scale.
             drop_rate: Head dropout rate.
             proj_drop_rate: Dropout rate of token mixers and MLPs.
@@ -65,18 +81,22 @@ class Cmhsa(VisionTransformer):
             act_layer: MLP activation layer.
 
         Raises:
-            ValueError: If the image is not divisible by the patch, or has more channels than a token carries.
+            ValueError: If the image is not divisible by the patch, or has more channels than a token carries, or the
+                stem makes other tokens.
         """
         check_divisible(img_size, patch_size)
         if global_pool == 'token':
             raise ValueError("global_pool='token' needs a class token, which these models do not have: use 'avg'.")
         if in_chans < 1 or hidden_chans < 1 or depth < 1:
             raise ValueError(f'{in_chans=}, {hidden_chans=} and {depth=} must be positive.')
-        if in_chans > hidden_chans:
+        if mlp_layer not in MLP_LAYERS:
+            raise ValueError(f'mlp_layer={mlp_layer!r} must be one of {", ".join(MLP_LAYERS)}.')
+        if stem is None and in_chans > hidden_chans:
             raise ValueError(
                 f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
                 f'set hidden_chans to {in_chans} or more.')
-        embed_dim = math.prod(to_2tuple(patch_size)) * hidden_chans
+        embed_dim = hidden_chans * (1 if stem else math.prod(to_2tuple(patch_size)))
+        self.stem = stem  # timm's constructor calls init_weights
         super().__init__(
             img_size=img_size,
             patch_size=patch_size,
@@ -96,14 +116,24 @@ class Cmhsa(VisionTransformer):
             drop_path_rate=drop_path_rate,
             norm_layer=norm_layer,
             act_layer=act_layer,
+            mlp_layer=MLP_LAYERS[mlp_layer],
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
             device=device,
             dtype=dtype,
         )
         self.in_chans, self.hidden_chans = in_chans, hidden_chans
+        self.token_size = (1, 1) if stem else to_2tuple(patch_size)  # pixels that a token holds, of the stem if any
         self.fixed_args = dict(
-            patch_size=to_2tuple(patch_size), in_chans=in_chans, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio,
-            init_values=init_values, fc_norm=fc_norm, norm_layer=norm_layer, act_layer=act_layer)
+            patch_size=to_2tuple(patch_size), in_chans=in_chans, hidden_chans=hidden_chans, stem=stem,
+            mlp_ratio=mlp_ratio, mlp_layer=mlp_layer, init_values=init_values, fc_norm=fc_norm, norm_layer=norm_layer,
+            act_layer=act_layer)
+        if stem:
+            proj = ConvStem(stem, in_chans, act_layer or nn.GELU, device=device, dtype=dtype)
+            if (to_2tuple(proj.reduction), proj.width) != (to_2tuple(patch_size), hidden_chans):
+                raise ValueError(
+                    f'{stem=} makes {proj.width} channels of {proj.reduction} x {proj.reduction} pixels: use '
+                    f'hidden_chans={proj.width} and patch_size={proj.reduction}.')
+            self.patch_embed.proj = proj
         self.drop_rates = dict(
             drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate)
@@ -131,8 +161,12 @@ class Cmhsa(VisionTransformer):
         if img_size is not None:
             check_divisible(img_size, self.patch_embed.patch_size)
         super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
-        for block in self.blocks:
-            block.attn.set_grid_size(self.patch_embed.grid_size)
+        self._set_grid_size()
+
+    def _set_grid_size(self) -> None:
+        for layer in (layer for block in self.blocks for layer in (block.attn, block.mlp)):
+            if hasattr(layer, 'set_grid_size'):
+                layer.set_grid_size(self.patch_embed.grid_size)
 
     def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
         return x  # There is none to add, and timm's method fails for an empty batch.
@@ -152,12 +186,13 @@ class CmhsaConv(Cmhsa):
         """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
-        patch_size, grid_size = self.patch_embed.patch_size, self.patch_embed.grid_size
-        self.patch_embed.proj = PatchReshape(patch_size, self.in_chans, self.hidden_chans)
+        if not self.stem:
+            self.patch_embed.proj = PatchReshape(self.token_size, self.in_chans, self.hidden_chans)
         for block in self.blocks:
             block.attn = PatchConv2d(
-                self.embed_dim, patch_size, grid_size, kernel_size=kernel_size,
+                self.embed_dim, self.token_size, self.patch_embed.grid_size, kernel_size=kernel_size,
                 proj_drop=self.drop_rates['proj_drop_rate'], **dd)
+        self._set_grid_size()
 
     def model_args(self) -> Dict[str, Any]:
         return dict(super().model_args(), kernel_size=self.blocks[0].attn.conv.kernel_size)
@@ -206,6 +241,7 @@ class CmhsaAttn(Cmhsa):
                 padding=padding,
                 **dd,
             )
+        self._set_grid_size()
         self.hard_attn = hard_attn
         if hard_attn:
             self._init_hard_attn()
@@ -222,7 +258,8 @@ class CmhsaAttn(Cmhsa):
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
-        init_patch_identity(self.patch_embed.proj)
+        if not self.stem:
+            init_patch_identity(self.patch_embed.proj)
         if self.hard_attn:
             self._init_hard_attn()
 
@@ -314,105 +351,3 @@ def create_cmhsa(
         feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
         **{**defaults, **kwargs},
     )
-
-
-def registered_variant(kind: str, patch_size: Tuple[int, int], hidden_chans: int) -> str:
-    """Return the registered model of a kind, such as 'cmhsa_attn', with tokens of this shape, or else the kind."""
-    small = patch_size == to_2tuple(_PATCH4_32['patch_size']) and hidden_chans == _PATCH4_32['hidden_chans']
-    return f'{kind}_patch4_32' if small else kind
-
-
-def cfg(**kwargs: Any) -> Dict[str, Any]:
-    return {
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
-        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
-        'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'patch_embed.proj', 'classifier': 'head',
-        'paper_ids': 'arXiv:2111.01353', 'paper_name': 'Can Vision Transformers Perform Convolution?',
-        **kwargs
-    }
-
-
-_SMALL = dict(input_size=(3, 32, 32), crop_pct=1.0)
-_CONV = dict(first_conv=())  # phase 1's projection has no weights to adapt to in_chans
-
-default_cfgs = generate_default_cfgs({
-    'cmhsa_conv_k3': cfg(**_CONV),
-    'cmhsa_conv_k5': cfg(**_CONV),
-    'cmhsa_attn': cfg(),
-    'cmhsa_attn_soft': cfg(),
-
-    'cmhsa_conv_k3_patch4_32': cfg(**_CONV, **_SMALL),
-    'cmhsa_conv_k5_patch4_32': cfg(**_CONV, **_SMALL),
-    'cmhsa_attn_patch4_32': cfg(**_SMALL),
-    'cmhsa_attn_soft_patch4_32': cfg(**_SMALL),
-
-    'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
-    'test_cmhsa_attn': cfg(**_SMALL),
-})
-
-_PATCH4_32: Dict[str, Any] = dict(patch_size=4, hidden_chans=12)
-_TEST: Dict[str, Any] = dict(patch_size=4, depth=4)
-
-
-@register_model
-def cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA-3, convolution phase: 6 blocks of width 768 with 3 x 3 convolutions (Section 4.1). """
-    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k3', pretrained, kwargs, kernel_size=3)
-
-
-@register_model
-def cmhsa_conv_k5(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA-5, convolution phase: 6 blocks of width 768 with 5 x 5 convolutions (Section 4.1). """
-    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k5', pretrained, kwargs, kernel_size=5)
-
-
-@register_model
-def cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase: 6 blocks of width 768 with 9 heads of 768 (Section 4.1). """
-    return create_cmhsa(CmhsaAttn, 'cmhsa_attn', pretrained, kwargs)
-
-
-@register_model
-def cmhsa_attn_soft(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase: 6 blocks of width 768 with 20 thin heads of 96, enough for soft heads. """
-    return create_cmhsa(
-        CmhsaAttn, 'cmhsa_attn_soft', pretrained, kwargs, num_heads=20, head_dim=96, rel_pos='padded_table')
-
-
-@register_model
-def cmhsa_conv_k3_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA-3, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
-    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k3_patch4_32', pretrained, kwargs, kernel_size=3, **_PATCH4_32)
-
-
-@register_model
-def cmhsa_conv_k5_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA-5, convolution phase, for 32 x 32 images: 6 blocks of width 192. """
-    return create_cmhsa(CmhsaConv, 'cmhsa_conv_k5_patch4_32', pretrained, kwargs, kernel_size=5, **_PATCH4_32)
-
-
-@register_model
-def cmhsa_attn_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 9 heads of 192. """
-    return create_cmhsa(CmhsaAttn, 'cmhsa_attn_patch4_32', pretrained, kwargs, **_PATCH4_32)
-
-
-@register_model
-def cmhsa_attn_soft_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for 32 x 32 images: 6 blocks of width 192 with 20 thin heads of 48. """
-    return create_cmhsa(
-        CmhsaAttn, 'cmhsa_attn_soft_patch4_32', pretrained, kwargs, num_heads=20, head_dim=48, rel_pos='padded_table',
-        **_PATCH4_32)
-
-
-@register_model
-def test_cmhsa_conv_k3(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA-3, convolution phase, for unit tests. """
-    return create_cmhsa(CmhsaConv, 'test_cmhsa_conv_k3', pretrained, kwargs, kernel_size=3, **_TEST)
-
-
-@register_model
-def test_cmhsa_attn(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA, self-attention phase, for unit tests. """
-    return create_cmhsa(CmhsaAttn, 'test_cmhsa_attn', pretrained, kwargs, **_TEST)

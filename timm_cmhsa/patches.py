@@ -1,11 +1,15 @@
-"""Images as tokens, and back: a token is a flattened patch. Phase 1's token mixer: a convolution over the image."""
+"""Images as tokens, and back: a token is a flattened patch, or a pixel of a convolutional stem's output.
+
+Also the layers that need the grid of tokens: phase 1's token mixer, a convolution over the image, and a depthwise MLP.
+"""
 import math
+import re
 from numbers import Integral
-from typing import Final, Optional, Tuple, Union
+from typing import Any, Final, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple
+from timm.layers import ConvNormAct, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
 
@@ -169,3 +173,65 @@ class PatchConv2d(nn.Module):
         x = reject_attn_mask(x, attn_mask, is_causal)
         x = self.conv(unpatchify(x, self.patch_size, self.grid_size))
         return self.proj_drop(patchify(x, self.patch_size))
+
+
+class ConvStem(nn.Sequential):
+    """Convolutions before the tokens (arXiv 2104.05704, 2106.14881): 3 x 3, with batch norm and activation.
+
+    Maps images (B, in_chans, H, W) to (B, width, H / reduction, W / reduction).
+    """
+
+    def __init__(self, stem: str, in_chans: int = 3, act_layer: Any = nn.GELU, **dd: Any) -> None:
+        """
+        Args:
+            stem: Width of every convolution, with a 'p' where a max pooling by 2 follows, such as '32p-96p'.
+            in_chans: Number of image channels.
+            act_layer: Activation layer.
+            **dd: Device and dtype.
+
+        Raises:
+            ValueError: If the stem is no such text.
+        """
+        if not re.fullmatch(r'[1-9]\d*p?(-[1-9]\d*p?)*', stem):
+            raise ValueError(f"stem={stem!r}: give the widths of its convolutions, such as '32p-96p' (p: pool by 2).")
+        super().__init__()
+        self.reduction, self.width = 2 ** stem.count('p'), in_chans
+        for layer in stem.split('-'):
+            width = int(layer.rstrip('p'))
+            self.append(ConvNormAct(self.width, width, 3, act_layer=act_layer, **dd))
+            if layer.endswith('p'):
+                self.append(nn.MaxPool2d(2))
+            self.width = width
+
+
+class DepthwiseMlp(nn.Module):
+    """MLP with batch norm and a depthwise 3 x 3 convolution over the grid of tokens (LocalViT, arXiv 2104.05707).
+
+    Takes the arguments of timm's `Mlp`, and has no biases. Maps tokens of shape (B, N, in_features) to the same shape.
+    """
+    grid_size: Tuple[int, int]
+
+    def __init__(
+            self,
+            in_features: int,
+            hidden_features: Optional[int] = None,
+            act_layer: Any = nn.GELU,
+            norm_layer: Any = None,
+            bias: bool = False,
+            drop: float = 0.,
+            **dd: Any,
+    ) -> None:
+        super().__init__()
+        hidden = hidden_features or in_features
+        self.grid_size = (1, 1)  # until the model sets it
+        self.fc1 = ConvNormAct(in_features, hidden, 1, act_layer=act_layer, **dd)
+        self.conv = ConvNormAct(hidden, hidden, 3, groups=hidden, act_layer=act_layer, **dd)
+        self.fc2 = ConvNormAct(hidden, in_features, 1, apply_act=False, **dd)
+        self.drop = nn.Dropout(drop)
+
+    def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
+        self.grid_size = grid_size
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.fc2(self.conv(self.fc1(unpatchify(x, 1, self.grid_size))))
+        return self.drop(patchify(x, 1))
