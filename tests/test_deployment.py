@@ -11,10 +11,13 @@ from timm.utils import reparameterize_model
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
+HYBRID = dict(stem='16p-32p', hidden_chans=32, mlp_layer='depthwise')
 FORMS = {
     'phase 1': ('test_cmhsa_conv_k3', {}),
     'wide': ('test_cmhsa_attn', dict(qk_dim=16)),
     'soft': ('test_cmhsa_attn', dict(num_heads=10, head_dim=24, qk_dim=8, rel_pos='padded_table')),
+    'hybrid, phase 1': ('test_cmhsa_conv_k3', HYBRID),
+    'hybrid': ('test_cmhsa_attn', dict(HYBRID, qk_dim=8, rel_pos='padded_table')),
     'hard': ('test_cmhsa_attn', dict(hard_attn=True)),
     'inference': ('test_cmhsa_attn', dict(hard_attn=True)),
 }

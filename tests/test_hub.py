@@ -58,6 +58,8 @@ def test_round_trip(hub):
     (ATTN, dict(num_heads=4, head_dim=24, qk_dim=8, qkv_bias=False, attn_drop_rate=0.1)),
     (ATTN, dict(norm_layer='rmsnorm', act_layer='silu', global_pool='max', init_values=0.1)),
     ('cmhsa_attn_soft_patch4_32', dict(depth=1)),
+    ('cmhsa_hybrid_conv_64', dict(depth=1, in_chans=1)),
+    ('cmhsa_hybrid_attn_32', dict(depth=1, stem='8p-96p')),
     ('test_pixel_attn', dict(num_heads=4)),
 ])
 def test_models_of_any_shape(name, kwargs, tmp_path):

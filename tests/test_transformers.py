@@ -16,6 +16,7 @@ LABELS = ['cat', 'dog', 'horse']
     ('test_cmhsa_conv_k3', dict(img_size=(16, 24), in_chans=1)),
     ('test_cmhsa_attn', dict(num_heads=4, head_dim=16)),
     ('cmhsa_attn_soft_patch4_32', dict(depth=1)),
+    ('cmhsa_hybrid_attn_32', dict(depth=1)),
     ('test_pixel_attn', dict(num_heads=4)),
 ])
 def test_models_of_the_hub(name, kwargs, hub):

@@ -9,6 +9,7 @@ import timm
 import torch
 from timm.utils import ParseKwargs
 
+from ..variants import HYBRID_SIZES
 from .data import Data
 
 SIZES = 32, 64, 96, 128, 224  # pixels
@@ -94,9 +95,9 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     size = max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0])
     choose('img_size', size, f'the shorter side of the images is {data.side} pixels')
     is_small = args.img_size <= 64
-    has_fit = args.model is None and 32 < args.img_size < 224
-    choose('model', 'cmhsa_conv_k5_patch4_32' if args.img_size < 224 else 'cmhsa_conv_k5', 'fits the image size')
-    choose('model_kwargs', dict(patch_size=8, hidden_chans=3) if has_fit else {}, 'arguments of the model')
+    hybrid_size = max((each for each in HYBRID_SIZES if each <= args.img_size), default=HYBRID_SIZES[0])
+    choose('model', f'cmhsa_hybrid_conv_{hybrid_size}', 'fits the image size')
+    choose('model_kwargs', {}, 'arguments of the model')
     choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
     steps = args.num_images // (args.batch_size * args.grad_accum_steps * args.world_size)
     if not steps:
@@ -104,7 +105,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
     choose('epochs', min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
-    choose('lr', 1e-3, 'of AdamW, for small models')
+    choose('lr', 2e-3 if 'hybrid' in args.model else 1e-3, 'of AdamW, for small models')
     choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
