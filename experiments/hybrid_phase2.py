@@ -1,0 +1,136 @@
+"""What does phase 2 add to a hybrid? python experiments/hybrid_phase2.py --data-dir DIR
+
+DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
+CIFAR-10. Every run is one schedule of `timm_cmhsa.train` on --images of them, in which the convolutions are rewritten
+in one of several ways, and is judged by 1,000 other training images. Epochs are chosen so that all rows take about as
+long as 120 epochs of phase 1. The test images choose nothing.
+
+Runs are done side by side and only once: each appends a line to --results, and what was stopped goes on. One takes
+about 20 minutes on one core.
+"""
+import csv
+import io
+import os
+from concurrent.futures import as_completed
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, List, NamedTuple, Optional
+
+import torch
+from common.images import photos
+from common.options import make_parser, positive_int
+from common.pool import make_pool
+from timm.models import VisionTransformer
+from torch import nn
+from tqdm import tqdm
+
+import timm_cmhsa
+from timm_cmhsa.attention import RelPosAttention
+from timm_cmhsa.patches import Mask, PatchConv2d
+from timm_cmhsa.rel_pos import PaddedRelPosTable
+from timm_cmhsa.train import train_two_phases
+
+HELD_OUT = 1000  # images
+COLUMNS = 'row', 'images', 'seed', 'epochs', 'seconds', 'params', 'phase1_top1', 'converted_top1', 'top1', 'test_top1'
+
+
+class Beside(PatchConv2d):
+    """A convolution, and attention beside it."""
+
+    beside: RelPosAttention
+
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+        return super().forward(x, attn_mask, is_causal) + self.beside(x)
+
+
+def plain(model: Any) -> nn.Module:
+    """Make the trainer take a model of mixed layers for any model of timm."""
+    model.__class__ = VisionTransformer
+    model.no_weight_decay = lambda: {'*.rel_pos.*'}
+    return model
+
+
+def attend(model: Any, blocks: slice = slice(None), scale: float = 30., **options: Any) -> nn.Module:
+    """Rewrite some blocks with soft heads, whose biases learn `scale` times as fast as weights."""
+    converted: Any = timm_cmhsa.convert_model(model, **options)
+    kept = set(range(len(model.blocks))) - set(range(len(model.blocks))[blocks])
+    for i in kept:
+        converted.blocks[i].attn = model.blocks[i].attn
+    for module in converted.modules():
+        if isinstance(module, PaddedRelPosTable):
+            module.relative_position_bias_table.data *= module.bias_scale / scale
+            module.bias_scale.fill_(scale)
+    return plain(converted) if kept else converted
+
+
+def add_beside(model: Any, num_heads: int = 4, head_dim: int = 24, qk_dim: int = 16) -> nn.Module:
+    """Add heads beside every convolution, which add nothing at first."""
+    for mixer in (block.attn for block in model.blocks):
+        mixer.__class__ = Beside
+        mixer.beside = RelPosAttention(
+            model.embed_dim, mixer.grid_size, num_heads, head_dim, qk_dim, rel_pos='padded_table')
+        nn.init.zeros_(mixer.beside.proj.weight)
+    return plain(model)
+
+
+class Row(NamedTuple):
+    """Share of phase 1 and epochs, for as much time as 120 epochs of phase 1, and how it is rewritten."""
+    switch: float
+    epochs: int
+    rewrite: Optional[Callable[[Any], nn.Module]] = None
+
+
+ROWS = {
+    'phase 1 alone': Row(1., 120),
+    'all blocks, switch 0.4': Row(0.4, 58),
+    'heads beside, switch 0.4': Row(0.4, 94, add_beside),
+    'last block, switch 0.4': Row(0.4, 92, partial(attend, blocks=slice(3, None))),
+    'all blocks, switch 0.75': Row(0.75, 83),
+    'last two blocks, switch 0.4': Row(0.4, 72, partial(attend, blocks=slice(2, None))),
+    'all blocks, switch 0.75, bias scale 3': Row(0.75, 83, partial(attend, scale=3.)),
+    'all blocks, switch 0.75, peak 0.9': Row(0.75, 83, partial(attend, peak=0.9)),
+    'heads beside, switch 0.05': Row(0.05, 84, add_beside),
+}
+
+
+def do(row: str, images: int, seed: int, data_dir: Path, output: Path) -> List[Any]:
+    """Train one run and return its line of the results."""
+    torch.set_num_threads(1)
+    switch, epochs, rewrite = ROWS[row]
+    epochs = max(round(epochs * 3000 / images), 2)
+    name = f'{row}-{images}-{seed}'.replace(' ', '_')
+    with redirect_stdout(io.StringIO()):
+        results = train_two_phases(
+            photos(output, images, seed, data_dir, HELD_OUT), rewrite, output=output / name, seed=seed, epochs=epochs,
+            switch=switch)
+    phase = 'phase 1' if switch == 1 else 'phase 2'
+    return [row, images, seed, epochs, round(results['seconds']), results['parameters'], *(
+        '' if value is None else f'{value:.2f}' for value in (
+            results['phase1_top1'], results['converted_top1'], results['top1'], results['test'][phase]))]
+
+
+def main() -> None:
+    parser = make_parser(__doc__, 'hybrid_phase2', seeds=2)
+    add = parser.add_argument
+    add('--data-dir', type=Path, required=True, help='images')
+    add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
+    add('--rows', nargs='+', choices=ROWS, default=list(ROWS), metavar='ROW', help='(default: all)')
+    add('--results', type=Path, default=Path('benchmarks/hybrid_phase2.csv'), help='(default: %(default)s)')
+    add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: %(default)s)')
+    args = parser.parse_args()
+    done = {tuple(line[:3]) for line in csv.reader(args.results.open())} if args.results.exists() else set()
+    todo = [(row, args.images, seed) for seed in range(args.seeds) for row in args.rows
+            if (row, str(args.images), str(seed)) not in done]
+    for seed in range(args.seeds):
+        photos(args.output, args.images, seed, args.data_dir, HELD_OUT)  # here, as runs share their images
+    with make_pool(args.workers) as pool:
+        futures = [pool.submit(do, *run, args.data_dir, args.output) for run in todo]
+        for future in tqdm(as_completed(futures), 'runs', total=len(futures)):
+            is_new = not args.results.exists()
+            with args.results.open('a', newline='') as file:
+                csv.writer(file, lineterminator='\n').writerows([*([COLUMNS] if is_new else []), future.result()])
+
+
+if __name__ == '__main__':
+    main()
