@@ -96,6 +96,9 @@ def test_models_can_be_loaded_and_compute_what_was_reported(finished, photos):
             logits = model(torch.stack([transform(Image.open(path)) for path in images]))
         right = (logits.argmax(dim=1) == torch.tensor(targets)).float().mean().item()
         assert 100 * right == pytest.approx(results[key])
+        card = (output / folder / 'README.md').read_text()
+        assert f'{results[key]:.2f}'.rstrip('0').rstrip('.') + ' %' in card
+        assert '12 images, validated on 12 others' in card
     assert json.loads((output / 'model' / 'config.json').read_text())['label_names'] == list(CLASSES)
 
 

@@ -91,7 +91,7 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
         print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
         return 3
     except KeyboardInterrupt:
-        print(f'\n{prog}: interrupted', file=sys.stderr)
+        print(f'\n{prog}: interrupted. The same command goes on, or starts again.', file=sys.stderr)
         return 130
     return 0
 

@@ -23,10 +23,10 @@ from .version import __version__
 _logger = logging.getLogger(__name__)
 
 DESCRIPTIONS = {
-    'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer on raw image patches with a convolution over '
-                 'the whole image in place of each attention. timm_cmhsa rewrites it exactly as self-attention.',
-    'CmhsaAttn': 'Phase 2, the self-attention phase: a Vision Transformer on raw image patches with relative position '
-                 'bias, which can express convolutions exactly.',
+    'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer with a convolution over the whole image in place '
+                 'of each attention. timm_cmhsa rewrites it exactly as self-attention.',
+    'CmhsaAttn': 'Phase 2, the self-attention phase: a Vision Transformer with relative position bias, which can '
+                 'express convolutions exactly.',
     'PixelAttn': 'A Vision Transformer on single pixels or small patches, with heads that attend by relative position.',
 }
 AUTHORS = {  # of the papers, and the year
@@ -207,6 +207,7 @@ def model_card(
                 'Params (M)': f'{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}',
                 'Image size': '{1} x {2}, {0} channels'.format(*config['input_size']),
                 'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
+                **({'Stem': model.stem} if model.stem else {}),
                 'Token mixer': (
                     '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
                     'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(

@@ -95,15 +95,19 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     trained.update((name, _compare(name, other, trainer, final)) for name, other in others.items())
     if args.rank:
         return results
-    for name, each in dict(phase1=phase1, model=final).items():
-        if isinstance(each.model, Cmhsa):
-            save_for_hub(each.judged, args.output / name, force=True, label_names=data.class_names)
     logits, targets = trainer.predict(final.judged)
+    results['top1'] = accuracy(logits, targets)[0].item()
+    for name, each, top1 in ('phase1', phase1, 'phase1_top1'), ('model', final, 'top1'):
+        if isinstance(each.model, Cmhsa):
+            save_for_hub(
+                each.judged, args.output / name, force=True, label_names=data.class_names,
+                results={'Top-1': round(results[top1], 2)},
+                details={'Training': f'{len(data.train)} images, validated on {len(targets)} others'})
     if 'test' in trainer.loaders:
         models = {**{title: each.judged for title, each in trained.items()}, 'converted': converted}
         results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items() if model}
     results.update(
-        top1=accuracy(logits, targets)[0].item(), seconds=final.seconds, num_train=len(data.train),
+        seconds=final.seconds, num_train=len(data.train),
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
         compare={name: trainer.validate(trained[name].judged)['top1'] for name in others},
         curves={name: each.history for name, each in trained.items()}, chosen=chosen, options=fingerprint(args))
