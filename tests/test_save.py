@@ -52,7 +52,8 @@ def interrupt():
 MODELS = [
     dict(), dict(in_chans=5, hidden_chans=5), dict(img_size=(8, 16), patch_size=(2, 4)), dict(kernel_size=11),
     dict(norm_layer='rmsnorm', act_layer='silu', init_values=0.1, fc_norm=True, global_pool='max', mlp_ratio=1.5),
-    dict(num_classes=0, global_pool=''), dict(stem='8p-8-16p', hidden_chans=16, mlp_layer='depthwise'), dict(dtype=torch.bfloat16)]
+    dict(num_classes=0, global_pool=''), dict(stem='8p-8-16p', hidden_chans=16, mlp_layer='depthwise'),
+    dict(dtype=torch.bfloat16)]
 
 
 @pytest.mark.parametrize('kwargs', MODELS)

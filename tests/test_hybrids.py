@@ -1,0 +1,54 @@
+"""The experiments with hybrids."""
+import copy
+import csv
+
+import hybrid_phase1
+import hybrid_phase2
+import pytest
+import timm
+from helpers import images_for, max_error, phase1, run_python
+from PIL import Image
+from timm.models import VisionTransformer
+from torch import nn
+
+from timm_cmhsa import CmhsaAttn, convert_model
+
+
+@pytest.mark.parametrize('row', [row for row in hybrid_phase2.ROWS.values() if row.switch < 1])
+def test_every_rewrite_changes_nothing_at_first(row):
+    model = phase1('cmhsa_hybrid_conv_32', num_classes=5)
+    rewritten = (row.rewrite or convert_model)(copy.deepcopy(model)).eval()
+    assert type(rewritten) in (CmhsaAttn, VisionTransformer)
+    images = images_for(model)
+    assert max_error(model(images), rewritten(images)) < 1e-5
+    optimizer = timm.optim.create_optimizer_v2(rewritten, 'adamw', lr=1., weight_decay=0.1)
+    decayed = {id(p) for group in optimizer.param_groups if group['weight_decay'] for p in group['params']}
+    tables = [p for name, p in rewritten.named_parameters() if 'bias_table' in name]
+    assert tables
+    assert not any(id(table) in decayed for table in tables)
+
+
+def test_phase_1_is_the_registered_hybrid():
+    model, registered = hybrid_phase1.hybrid(), timm.create_model('cmhsa_hybrid_conv_32', num_classes=10)
+    shapes = [sorted(tuple(p.shape) for p in each.parameters()) for each in (model, registered)]
+    assert shapes[0] == shapes[1]
+    for run in hybrid_phase1.QUEUE:
+        name, args, _ = hybrid_phase1.parse(run)
+        assert isinstance(hybrid_phase1.MODELS[name](**args), nn.Module)
+
+
+@pytest.mark.slow
+def test_runs_of_phase_2_are_done_once(tmp_path):
+    for split, count in (('train', 104), ('validation', 1)):
+        for label in range(10):
+            (tmp_path / 'data' / split / str(label)).mkdir(parents=True)
+            for i in range(count):
+                Image.new('RGB', (32, 32), (25 * label, i, 0)).save(tmp_path / 'data' / split / str(label) / f'{i}.png')
+    for rows in (['phase 1 alone'], ['phase 1 alone', 'heads beside, switch 0.4']):
+        result = run_python(
+            'experiments/hybrid_phase2.py', '--data-dir', tmp_path / 'data', '--images', 40, '--epochs', 2,
+            '--seeds', 1, '--rows', *rows, '--output', tmp_path / 'out', '--results', tmp_path / 'out.csv')
+        assert result.returncode == 0, result.stderr
+    lines = list(csv.DictReader((tmp_path / 'out.csv').open()))
+    assert [line['row'] for line in lines] == ['phase 1 alone', 'heads beside, switch 0.4']
+    assert lines[1]['phase1_top1'] == lines[1]['converted_top1']
