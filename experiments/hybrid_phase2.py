@@ -97,9 +97,8 @@ ROWS = {
 def do(row: str, images: int, seed: int, epochs: int, data_dir: Path, output: Path) -> List[Any]:
     """Train one run and return its line of the results."""
     torch.set_num_threads(1)
-    switch, share, rewrite = ROWS[row]
-    epochs = max(round(share * epochs), 2)
-    name = f'{row}-{images}-{seed}'.replace(' ', '_')
+    switch, _, rewrite = ROWS[row]
+    name = f'{row}-{images}-{seed}-{epochs}'.replace(' ', '_')
     with redirect_stdout(io.StringIO()):
         results = train_two_phases(
             photos(output, images, seed, data_dir, HELD_OUT), rewrite, output=output / name, seed=seed, epochs=epochs,
@@ -120,13 +119,14 @@ def main() -> None:
     add('--results', type=Path, default=Path('benchmarks/hybrid_phase2.csv'), help='(default: %(default)s)')
     add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: %(default)s)')
     args = parser.parse_args()
-    done = {tuple(line[:3]) for line in csv.reader(args.results.open())} if args.results.exists() else set()
-    todo = [(row, args.images, seed) for seed in range(args.seeds) for row in args.rows
-            if (row, str(args.images), str(seed)) not in done]
+    done = {tuple(line[:4]) for line in csv.reader(args.results.open())} if args.results.exists() else set()
+    runs = [(row, args.images, seed, max(round(ROWS[row].epochs * args.epochs), 2))
+            for seed in range(args.seeds) for row in args.rows]
+    todo = [run for run in runs if tuple(map(str, run)) not in done]
     for seed in range(args.seeds):
         photos(args.output, args.images, seed, args.data_dir, HELD_OUT)  # here, as runs share their images
     with make_pool(args.workers) as pool:
-        futures = [pool.submit(do, *run, args.epochs, args.data_dir, args.output) for run in todo]
+        futures = [pool.submit(do, *run, args.data_dir, args.output) for run in todo]
         for future in tqdm(as_completed(futures), 'runs', total=len(futures)):
             is_new = not args.results.exists()
             with args.results.open('a', newline='') as file:

@@ -61,11 +61,15 @@ def test_every_form_of_a_model(name, tmp_path):
     kernel=st.sampled_from([1, 3, 5, (1, 7)]), patch=st.sampled_from([2, 4]), grid=st.integers(1, 3),
     hidden_chans=st.integers(1, 5), mlp_ratio=st.sampled_from([1., 1.5, 15.01 / 64]), depth=st.integers(1, 3),
     num_classes=st.sampled_from([0, 5]), init_values=st.sampled_from([None, 0.1]), fc_norm=st.booleans(),
-    heads=st.sampled_from([None, {}, {'head_dim': 3, 'qk_dim': 2}, {'peak': 0.75}]))
+    stem=st.sampled_from(['', '', '6p', '4-3p-5p']), mlp_layer=st.sampled_from(['mlp', 'depthwise']),
+    heads=st.sampled_from([None, {}, {'head_dim': 3, 'qk_dim': 2}, {'peak': 0.75}, {'rel_pos': 'table'}]))
 def test_tensors_alone_give_the_shape(
-        tmp_path_factory, kernel, patch, grid, hidden_chans, heads, num_classes, **kwargs):
+        tmp_path_factory, kernel, patch, grid, hidden_chans, heads, num_classes, stem, **kwargs):
     in_chans = min(hidden_chans, 3)
+    if stem:
+        patch, hidden_chans, kernel = 2 ** stem.count('p'), int(stem[-2]), 3  # a ring of one patch is assumed
     model = phase1(
+        stem=stem,
         kernel_size=kernel, patch_size=patch, img_size=patch * grid, hidden_chans=hidden_chans, in_chans=in_chans,
         num_classes=num_classes, **kwargs)
     args = {'img_size': patch * grid}
@@ -247,6 +251,7 @@ def changed(tensor, name=WEIGHT):
     (changed(torch.ones(()), 'blocks.0.attn.conv.weight'), 'not the tensors of a phase-1'),
     (changed(torch.ones(()), 'head.weight'), 'does not fit'),
     (changed(torch.ones(3, 0), 'blocks.0.mlp.fc1.weight'), 'not the tensors of a phase-1'),
+    *((changed(torch.ones(shape), 'patch_embed.proj.0.conv.weight'), 'phase-1|does not fit') for shape in ((), (3,))),
     (lambda state_dict: dict(list(state_dict.items())[1:]), 'Missing key.* "blocks.0.norm1.weight"'),
     (lambda state_dict: {**state_dict, **{f'blocks.{i}.x': torch.ones(1) for i in range(300)}}, 'depth=300'),
     *((changed(tensor), 'not a plain tensor of floating point') for tensor in (
@@ -266,6 +271,7 @@ def test_tensors_that_are_not_the_models_are_refused(change, message, tmp_path):
     ('img_size', [32]), ('img_size', [8, 0]), ('img_size', [[8], 8]), ('img_size', float('nan')), ('patch_size', -1),
     ('patch_size', 0), ('in_chans', 10 ** 30), ('num_heads', [1] * 2000), ('mlp_ratio', float('inf')),
     ('mlp_ratio', 10 ** 300), ('mlp_ratio', 'x' * 10 ** 6), ('drop_rate', 2), ('norm_layer', 'os.system'),
+    ('stem', '1p' + 1000 * '-1p'), ('stem', '٣p'), ('stem', 5), ('mlp_layer', 'Mlp'),
     ('act_layer', '__class__'), ('norm_layer', 'nope'), ('global_pool', ['avg']), ('global_pool', {}),
     ('fc_norm', 1), ('\ud800', 1),
 ])

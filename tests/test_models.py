@@ -146,8 +146,10 @@ def test_arguments(name, kwargs):
     (CONV, dict(global_pool='token'), "needs a class token, which these models do not have: use 'avg'"),
     (CONV, dict(stem='8p-16p', patch_size=2, hidden_chans=16), 'use hidden_chans=16 and patch_size=4'),
     (CONV, dict(stem='8p-16p'), 'use hidden_chans=16 and patch_size=4'),
-    (CONV, dict(stem='0p'), "such as '32p-96p'"),
-    (CONV, dict(stem='8s'), "such as '32p-96p'"),
+    (CONV, dict(stem='0p'), "such as '24-48p-96p'"),
+    (CONV, dict(stem='8p-8'), 'where p pools by 2, as the last must'),
+    (CONV, dict(stem=8), "such as '24-48p-96p'"),
+    (CONV, dict(stem='', in_chans=5), 'set hidden_chans to 5 or more'),
     (CONV, dict(mlp_layer='glu'), 'must be one of mlp, depthwise'),
     (ATTN, dict(num_heads=0), 'must be positive'),
     (ATTN, dict(qk_dim=-1), 'must be positive'),
@@ -256,6 +258,12 @@ def test_bad_image_sizes_leave_the_model_as_it_was(name, kwargs):
     model.set_input_size(patch_size=4)
     model.set_input_size()
     assert torch.equal(model(images), expected)
+
+
+def test_weights_of_a_stem_fit_other_channels(tmp_path):
+    save_model(random_model(CONV, depth=1, **HYBRID), tmp_path / 'model')
+    gray = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True, in_chans=1)
+    assert gray(images_for(gray)).shape == (2, 1000)
 
 
 def test_pretrained_weights_fit_other_channels_and_classes(tmp_path):

@@ -91,7 +91,7 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
         print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
         return 3
     except KeyboardInterrupt:
-        print(f'\n{prog}: interrupted. The same command goes on, or starts again.', file=sys.stderr)
+        print(f'\n{prog}: interrupted', file=sys.stderr)
         return 130
     return 0
 
@@ -116,12 +116,13 @@ def _convert_parser() -> argparse.ArgumentParser:
     add('src', metavar='SRC', help=SOURCE)
     add('dst', metavar='DST', type=Path, help='folder for --model local-dir:DST, or a .safetensors or .pth file')
     add('--architecture', '--model', metavar='NAME',
-        help='registered phase-2 model, such as cmhsa_attn_soft (default: cmhsa_attn; with --peak cmhsa_attn_soft)')
+        help='registered phase-2 model, such as cmhsa_attn_soft (default: cmhsa_attn; with --peak cmhsa_attn_soft; '
+             'for hybrids cmhsa_hybrid_attn_*)')
     add('--peak', metavar='P', type=float,
         help='weight between 0 and 1 that a soft head gives to its own offset (default for cmhsa_attn_soft: 0.75)')
     add('--num-heads', metavar='N', type=int, help='number of heads (default: as the architecture, or more if needed)')
     add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
-    add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: 64, for thin heads 32)')
+    add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: as the architecture)')
     add('--sharpness', metavar='M', type=float, help='bias of a hard head (default: exact to rounding)')
     for name, kind, text in (('img-size', _size, 'image size, N or HxW pixels'),
                              ('patch-size', _size, 'patch size, N or HxW pixels'),

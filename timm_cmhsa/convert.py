@@ -43,7 +43,8 @@ def convert_model(
     Args:
         model: A `CmhsaConv`, or a wrapper of one (EMA, DistributedDataParallel, torch.compile).
         architecture: Registered phase-2 model to convert to, such as 'cmhsa_attn_soft'. By default `cmhsa_attn`, with
-            a peak `cmhsa_attn_soft`, in the variant with patches of this size.
+            a peak `cmhsa_attn_soft`, in the variant with patches of this size. With a stem it is a
+            `cmhsa_hybrid_attn_*`, which has soft heads.
         num_heads: Number of heads; by default the architecture's, or more if more are needed. With `head_dim` it is the
             number needed.
         head_dim: Width of a head; by default the architecture's.
@@ -86,7 +87,7 @@ def convert_with(
         converted.blocks[i].attn = attn
     proj, weight = converted.patch_embed.proj, next(source.parameters())
     converted.patch_embed = copy.deepcopy(source.patch_embed)
-    if not source.stem:
+    if isinstance(proj, nn.Conv2d):
         converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
         init_patch_identity(proj)
     converted.set_grad_checkpointing(source.grad_checkpointing)
@@ -176,7 +177,7 @@ def _complete(
         num_heads=num_heads,
         head_dim=head_dim,
         qk_dim=options.qk_dim or (
-            default.qk_dim if head_dim == default.head_dim else default_qk_dim(model.embed_dim, head_dim)),
+            min(default.qk_dim, head_dim) if options.head_dim is None else default_qk_dim(model.embed_dim, head_dim)),
         sharpness=options.sharpness or exact_sharpness(
             math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
         rel_pos=rel_pos,

@@ -23,8 +23,8 @@ from .version import __version__
 _logger = logging.getLogger(__name__)
 
 DESCRIPTIONS = {
-    'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer with a convolution over the whole image in place '
-                 'of each attention. timm_cmhsa rewrites it exactly as self-attention.',
+    'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer with a convolution over the whole image in '
+                 'place of each attention. timm_cmhsa rewrites it exactly as self-attention.',
     'CmhsaAttn': 'Phase 2, the self-attention phase: a Vision Transformer with relative position bias, which can '
                  'express convolutions exactly.',
     'PixelAttn': 'A Vision Transformer on single pixels or small patches, with heads that attend by relative position.',

@@ -28,7 +28,8 @@ PathLike = Union[str, Path]
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
-USUAL_GRID = 14  # tokens per image side
+USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
+MAX_WORD = 100  # letters
 MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
 
 # Model arguments that a file or the Hub may set. Largest values of whole numbers, and, as floats, of other numbers.
@@ -138,14 +139,15 @@ def build_model(
     if name is None or name in timm.list_models('*cmhsa*'):
         kind, inferred = infer_model(checkpoint.state_dict, source)
         if name is None:
-            keys = NOT_IN_TENSORS if kind.startswith('cmhsa_conv') else ('img_size', 'global_pool')
+            is_raw = kind.startswith('cmhsa_conv') and 'stem' not in inferred
+            keys = NOT_IN_TENSORS if is_raw else ('img_size', 'global_pool')
             assumed = [key for key in keys if key not in args]
         args = {**checked_args(inferred, str(source)), **args}
         patch_size = to_2tuple(args['patch_size'])
-        name = name or registered_variant(
-            kind, patch_size, args['hidden_chans'], args.get('stem'), args.get('img_size', USUAL_GRID * patch_size[0]))
+        img_size = args.get('img_size', USUAL_GRID * patch_size[0])
+        name = name or registered_variant(kind, patch_size, args['hidden_chans'], args.get('stem', ''), img_size)
     try:
-        if 'stem' not in args and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
+        if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
             raise ValueError(f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
         model = timm.create_model(
             name, **args, pretrained_cfg_overlay=checkpoint.pretrained_cfg, device=torch.device('meta'))
@@ -171,7 +173,7 @@ def _num_classes(state_dict: Mapping[str, torch.Tensor]) -> int:
 
 
 def _infer_stem(state_dict: Mapping[str, torch.Tensor]) -> Dict[str, Any]:
-    """Return the arguments of a model's stem. A pooling has no tensors: it is where a number is missing, and last."""
+    """Return the arguments of a model's stem, if it has one. A pooling has no tensors, only a place in the order."""
     convs = {int(name.split('.')[2]): tensor.shape for name, tensor in state_dict.items()
              if name.startswith('patch_embed.proj.') and name.endswith('.conv.weight')}
     if not convs:
@@ -186,7 +188,7 @@ def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tup
         is_depthwise = 'blocks.0.mlp.conv.conv.weight' in state_dict
         hidden_dim, dim, *_ = state_dict[f'blocks.0.mlp.fc1{".conv" if is_depthwise else ""}.weight'].shape
         args: Dict[str, Any] = {
-            'mlp_layer': 'depthwise' if is_depthwise else None,
+            'mlp_layer': 'depthwise' if is_depthwise else 'mlp',
             'depth': len({name.split('.')[1] for name in state_dict if name.startswith('blocks.')}),
             'mlp_ratio': next(ratio for ratio in (hidden_dim / dim, math.nextafter(hidden_dim / dim, math.inf))
                               if int(dim * ratio) == hidden_dim),  # timm multiplies and rounds down
@@ -214,9 +216,9 @@ def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tup
         side = (math.isqrt(len(state_dict['blocks.0.attn.rel_pos.relative_position_bias_table'])) + 1) // 2 - is_padded
         args.update(
             img_size=tuple(side * patch for patch in patch_size), num_heads=num_heads, head_dim=head_dim, qk_dim=qk_dim,
-            qkv_bias='blocks.0.attn.qkv.bias' in state_dict)
+            qkv_bias='blocks.0.attn.qkv.bias' in state_dict, rel_pos='padded_table' if is_padded else 'table')
         return 'cmhsa_attn_soft' if is_padded else 'cmhsa_attn', args
-    except (KeyError, ValueError, ZeroDivisionError, StopIteration) as e:
+    except (KeyError, IndexError, ValueError, ZeroDivisionError, StopIteration) as e:
         names = ', '.join(map(reprlib.repr, sorted(state_dict)[:5]))
         raise CheckpointError(
             f'{source} holds {names}, ...: these are not the tensors of a phase-1 (cmhsa_conv_*) or phase-2 '
@@ -231,7 +233,7 @@ def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
     """
     def is_good(name: str, value: Any) -> bool:
         if name not in LIMITS:
-            return isinstance(value, bool if name in FLAGS else str)
+            return isinstance(value, bool) if name in FLAGS else isinstance(value, str) and len(value) <= MAX_WORD
         values = value if isinstance(value, tuple) else (value,)  # one for each side or block
         kinds = (int, type(LIMITS[name]))
         return len(values) <= LIMITS['depth'] and all(type(x) in kinds and 0 <= x <= LIMITS[name] for x in values)
@@ -289,8 +291,8 @@ def named_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
 def check_tensors(state_dict: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise CheckpointError unless all tensors are plain, finite floating point tensors."""
     for name, tensor in state_dict.items():
-        is_number = tensor.dtype in DTYPES or name.endswith('.num_batches_tracked')  # of batch norm, whole
-        is_plain = is_number and tensor.layout is torch.strided and not tensor.is_meta
+        is_count = tensor.dtype is torch.int64 and name.endswith('.num_batches_tracked')  # of batch norm
+        is_plain = (is_count or tensor.dtype in DTYPES) and tensor.layout is torch.strided and not tensor.is_meta
         if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():  # more values than the file has
             raise CheckpointError(f'{source}: {name} is not a plain tensor of floating point numbers.')
         if not tensor.isfinite().all():

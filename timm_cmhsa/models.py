@@ -2,10 +2,10 @@
 
 Paper: `Can Vision Transformers Perform Convolution?` - https://arxiv.org/abs/2111.01353
 
-A token is a flattened P x P patch of C channels, so its width is d = P * P * C; after a stem it is a pixel of that.
-Phase 1 (`CmhsaConv`) mixes tokens by a convolution over the whole image, phase 2 (`CmhsaAttn`) by self-attention with
-relative position bias. Otherwise both are timm's `VisionTransformer` without class token and position embedding, with
-global average pooling.
+A token is a flattened P x P patch of C channels, so its width is d = P * P * C. With a stem, it is a pixel of the
+stem's output. Phase 1 (`CmhsaConv`) mixes tokens by a convolution over the whole image, phase 2 (`CmhsaAttn`) by
+self-attention with relative position bias. Otherwise both are timm's `VisionTransformer` without class token and
+position embedding, with global average pooling.
 """
 import math
 from typing import Any, Callable, Dict, Optional, Set, Type, TypeVar
@@ -32,7 +32,7 @@ MLP_LAYERS = {'mlp': Mlp, 'depthwise': DepthwiseMlp}
 
 
 class Cmhsa(VisionTransformer):
-    """Vision Transformer on raw patches, the base of both phases. Subclasses give every block its token mixer."""
+    """Vision Transformer, the base of both phases. Subclasses give every block its token mixer."""
 
     def __init__(
             self,
@@ -40,7 +40,7 @@ class Cmhsa(VisionTransformer):
             patch_size: Size2d = 16,
             in_chans: int = 3,
             hidden_chans: int = 3,
-            stem: Optional[str] = None,
+            stem: str = '',
             num_classes: int = 1000,
             global_pool: str = 'avg',
             fc_norm: Optional[bool] = False,
@@ -62,7 +62,8 @@ class Cmhsa(VisionTransformer):
             img_size: Input image size, pixels; divisible by the patch size.
             patch_size: Pixels per patch side, P.
             in_chans: Number of image channels.
-            hidden_chans: Channels per pixel that a token carries, C; at least `in_chans`. A token's width is P * P * C.
+            hidden_chans: Channels per pixel that a token carries, C; without a stem at least `in_chans`. A token's
+                width is P * P * C.
             stem: Convolutions before the tokens, see `ConvStem`. A token is then a pixel of the stem's output: it
                 covers `patch_size` pixels of the image, as many as the stem reduces to one, and has `hidden_chans`
                 channels, the stem's last width.
@@ -91,7 +92,7 @@ class Cmhsa(VisionTransformer):
             raise ValueError(f'{in_chans=}, {hidden_chans=} and {depth=} must be positive.')
         if mlp_layer not in MLP_LAYERS:
             raise ValueError(f'mlp_layer={mlp_layer!r} must be one of {", ".join(MLP_LAYERS)}.')
-        if stem is None and in_chans > hidden_chans:
+        if not stem and in_chans > hidden_chans:
             raise ValueError(
                 f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
                 f'set hidden_chans to {in_chans} or more.')
@@ -137,6 +138,7 @@ class Cmhsa(VisionTransformer):
         self.drop_rates = dict(
             drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
             drop_path_rate=drop_path_rate)
+        self._set_grid_size()
 
     def model_args(self) -> Dict[str, Any]:
         """Return the arguments of `timm.create_model` for a model of the present shape."""
@@ -176,7 +178,7 @@ T = TypeVar('T', bound=Cmhsa)
 
 
 class CmhsaConv(Cmhsa):
-    """Phase 1: every attention replaced by a K x K convolution over the whole image, the patch projection fixed."""
+    """Phase 1: every attention replaced by a K x K convolution over the whole image. Raw patches are not projected."""
 
     def __init__(self, *, kernel_size: Size2d = 3, **kwargs: Any) -> None:
         """
@@ -192,7 +194,6 @@ class CmhsaConv(Cmhsa):
             block.attn = PatchConv2d(
                 self.embed_dim, self.token_size, self.patch_embed.grid_size, kernel_size=kernel_size,
                 proj_drop=self.drop_rates['proj_drop_rate'], **dd)
-        self._set_grid_size()
 
     def model_args(self) -> Dict[str, Any]:
         return dict(super().model_args(), kernel_size=self.blocks[0].attn.conv.kernel_size)
@@ -241,7 +242,6 @@ class CmhsaAttn(Cmhsa):
                 padding=padding,
                 **dd,
             )
-        self._set_grid_size()
         self.hard_attn = hard_attn
         if hard_attn:
             self._init_hard_attn()

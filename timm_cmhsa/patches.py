@@ -184,7 +184,7 @@ class ConvStem(nn.Sequential):
     def __init__(self, stem: str, in_chans: int = 3, act_layer: Any = nn.GELU, **dd: Any) -> None:
         """
         Args:
-            stem: Width of every convolution, with a 'p' where a max pooling by 2 follows, such as '32p-96p'.
+            stem: Width of every convolution, with a 'p' where a max pooling by 2 follows, as after the last: '32p-96p'.
             in_chans: Number of image channels.
             act_layer: Activation layer.
             **dd: Device and dtype.
@@ -192,8 +192,8 @@ class ConvStem(nn.Sequential):
         Raises:
             ValueError: If the stem is no such text.
         """
-        if not re.fullmatch(r'[1-9]\d*p?(-[1-9]\d*p?)*', stem):
-            raise ValueError(f"stem={stem!r}: give the widths of its convolutions, such as '32p-96p' (p: pool by 2).")
+        if not isinstance(stem, str) or not re.fullmatch(r'([1-9][0-9]*p?-)*[1-9][0-9]*p', stem):
+            raise ValueError(f"{stem=}: give widths, such as '24-48p-96p', where p pools by 2, as the last must.")
         super().__init__()
         self.reduction, self.width = 2 ** stem.count('p'), in_chans
         for layer in stem.split('-'):
@@ -207,9 +207,9 @@ class ConvStem(nn.Sequential):
 class DepthwiseMlp(nn.Module):
     """MLP with batch norm and a depthwise 3 x 3 convolution over the grid of tokens (LocalViT, arXiv 2104.05707).
 
-    Takes the arguments of timm's `Mlp`, and has no biases. Maps tokens of shape (B, N, in_features) to the same shape.
+    Takes the arguments of timm's `Mlp`, and has no biases. The model sets its grid. Maps tokens of shape
+    (B, N, in_features) to the same shape.
     """
-    grid_size: Tuple[int, int]
 
     def __init__(
             self,
@@ -223,7 +223,7 @@ class DepthwiseMlp(nn.Module):
     ) -> None:
         super().__init__()
         hidden = hidden_features or in_features
-        self.grid_size = (1, 1)  # until the model sets it
+        self.grid_size = (1, 1)
         self.fc1 = ConvNormAct(in_features, hidden, 1, act_layer=act_layer, **dd)
         self.conv = ConvNormAct(hidden, hidden, 3, groups=hidden, act_layer=act_layer, **dd)
         self.fc2 = ConvNormAct(hidden, in_features, 1, apply_act=False, **dd)

@@ -63,6 +63,8 @@ def _write_config(model: Cmhsa, path: Path, model_args: Dict[str, Any], model_co
         **model_config.get('pretrained_cfg', {})}
     save_config_for_hf(model, path, {**model_config, 'pretrained_cfg': pretrained_cfg}, model_args)
     config = read_json(path)
+    if model.stem:  # the architecture may be one without
+        config['pretrained_cfg']['first_conv'] = 'patch_embed.proj.0.conv'
     config['model_args'].pop('num_classes', None)  # transformers passes it as well
     config['model_args'].pop('hard_attn', None)  # of the time when the model was created
     path.write_text(json.dumps(config, indent=2), encoding='utf-8')

@@ -2,7 +2,7 @@
 
 The hybrids put convolutions before the tokens, and a depthwise convolution and batch norm into the MLPs.
 """
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, Tuple
 
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple
@@ -62,12 +62,20 @@ _HYBRID_224 = dict(_HYBRID, stem='24p-48p-96p-96p', patch_size=16)
 _WIDE_SOFT: Dict[str, Any] = dict(num_heads=10, qk_dim=16, rel_pos='padded_table')
 
 
+def registered_hybrid(kind: str, img_size: Size2d) -> str:
+    """Return the hybrid of a kind, 'conv' or 'attn', for the largest images that these are not smaller than."""
+    size = max((size for size in HYBRID_SIZES if size <= min(to_2tuple(img_size))), default=HYBRID_SIZES[0])
+    return f'cmhsa_hybrid_{kind}_{size}'
+
+
 def registered_variant(
-        kind: str, patch_size: Tuple[int, int], hidden_chans: int, stem: Optional[str], img_size: Size2d) -> str:
-    """Return the registered model of a kind, such as 'cmhsa_attn', with tokens of this shape, or else the kind."""
+        kind: str, patch_size: Tuple[int, int], hidden_chans: int, stem: str, img_size: Size2d) -> str:
+    """Return the registered model of a kind, such as 'cmhsa_attn', with tokens of this shape, or else the kind.
+
+    With a stem it is a hybrid for images of this size, whatever its tokens.
+    """
     if stem:
-        size = max((size for size in HYBRID_SIZES if size <= min(to_2tuple(img_size))), default=HYBRID_SIZES[0])
-        return f'cmhsa_hybrid_{"attn" if "attn" in kind else "conv"}_{size}'
+        return registered_hybrid('attn' if 'attn' in kind else 'conv', img_size)
     small = patch_size == to_2tuple(_PATCH4_32['patch_size']) and hidden_chans == _PATCH4_32['hidden_chans']
     return f'{kind}_patch4_32' if small else kind
 

@@ -9,7 +9,7 @@ import timm
 import torch
 from timm.utils import ParseKwargs
 
-from ..variants import HYBRID_SIZES
+from ..variants import registered_hybrid
 from .data import Data
 
 SIZES = 32, 64, 96, 128, 224  # pixels
@@ -95,8 +95,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     size = max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0])
     choose('img_size', size, f'the shorter side of the images is {data.side} pixels')
     is_small = args.img_size <= 64
-    hybrid_size = max((each for each in HYBRID_SIZES if each <= args.img_size), default=HYBRID_SIZES[0])
-    choose('model', f'cmhsa_hybrid_conv_{hybrid_size}', 'fits the image size')
+    choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
     choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
     steps = args.num_images // (args.batch_size * args.grad_accum_steps * args.world_size)
@@ -105,7 +104,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
     choose('epochs', min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
-    choose('lr', 2e-3 if 'hybrid' in args.model else 1e-3, 'of AdamW, for small models')
+    choose('lr', 2e-3 if args.model.startswith('cmhsa_hybrid') else 1e-3, 'of AdamW, for small models')
     choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
