@@ -148,27 +148,43 @@ def test_a_full_disk_keeps_the_last_checkpoint(finished, photos, tmp_path):
     assert_same(weights(tmp_path), weights(finished[0]))
 
 
-def test_two_processes_do_what_one_does_with_both_batches(tmp_path):
-    """Crops change nothing in images of one colour, and their order nothing if all are in a batch."""
+@pytest.fixture
+def one_and_two(tmp_path):
+    """Train in one process, and in two with half of its batch each."""
     for split in ('train', 'validation'):
         for label, name in enumerate(CLASSES):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(4):
                 Image.new('RGB', (SIDE, SIDE), (80 * label, 20 * i, 100)).save(tmp_path / split / name / f'{i}.png')
-    command = ['-m', 'timm_cmhsa.train', '--data-dir', tmp_path, '--model', 'test_cmhsa_conv_k3', '--img-size', SIDE,
-               '--epochs', 4, '--switch', 0.5, '--mixup', 0, '--cutmix', 0, '--scale', 0.9, '--no-amp',
-               '--device', 'cpu', '--ema', 0.9]
-    one = run_python(*command, '--output', tmp_path / 'one', '--batch-size', 12)
-    two = run_python(
-        '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *command, '--output', tmp_path / 'two',
-        '--batch-size', 6)
-    assert not one.returncode, one.stderr
-    assert not two.returncode, two.stderr
-    results = [json.loads((tmp_path / name / 'results.json').read_text()) for name in ('one', 'two')]
+    command = ['-m', 'timm_cmhsa.train', '--data-dir', tmp_path, '--img-size', SIDE, '--mixup', 0, '--cutmix', 0,
+               '--scale', 0.9, '--no-amp', '--device', 'cpu']
+
+    def run(*options):
+        one = run_python(*command, *options, '--output', tmp_path / 'one', '--batch-size', 12)
+        two = run_python(
+            '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *command, *options,
+            '--output', tmp_path / 'two', '--batch-size', 6)
+        assert not one.returncode, one.stderr
+        assert not two.returncode, two.stderr
+        return tmp_path / 'one', tmp_path / 'two'
+    return run
+
+
+def test_two_processes_do_what_one_does_with_both_batches(one_and_two):
+    """Crops change nothing in images of one colour, and their order nothing if all are in a batch."""
+    folders = one_and_two('--model', 'test_cmhsa_conv_k3', '--epochs', 4, '--switch', 0.5, '--ema', 0.9)
+    results = [json.loads((folder / 'results.json').read_text()) for folder in folders]
     assert results[0]['top1'] == results[1]['top1']
-    expected, actual = (weights(tmp_path / name) for name in ('one', 'two'))
+    expected, actual = map(weights, folders)
     for name, weight in expected.items():
         assert torch.allclose(actual[name], weight, rtol=1e-3, atol=1e-5), name
+
+
+@pytest.mark.slow
+def test_two_processes_share_the_statistics_of_batch_norm(one_and_two):
+    folders = one_and_two('--epochs', 1, '--switch', 1, '--lr', 1e-12)
+    expected, actual = (weights(folder, 'phase1')['patch_embed.proj.0.bn.running_mean'] for folder in folders)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_phase_1_alone(photos, tmp_path):

@@ -14,7 +14,7 @@ from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import ModelEmaV3, NativeScaler, accuracy, random_seed, reduce_tensor
+from timm.utils import ModelEmaV3, NativeScaler, accuracy, distribute_bn, random_seed, reduce_tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
@@ -157,6 +157,8 @@ class Trainer:
             for epoch in range(first, epochs.stop):
                 loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
+                for each in {model, state.judged} if args.distributed else ():  # statistics of batch norm
+                    distribute_bn(each, args.world_size, reduce=True)
                 if not math.isfinite(loss) and name in ('phase1', 'phase2'):  # a rival may
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
