@@ -98,8 +98,8 @@ def test_export_for_any_number_of_images(form, strict):
 
 
 @pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
-@pytest.mark.parametrize('options', [dict(dynamo=False), pytest.param({}, marks=pytest.mark.slow)], ids=['old', 'new'])
-@pytest.mark.parametrize('exportable', [False, True])
+@pytest.mark.parametrize(('exportable', 'options'), [
+    (False, dict(dynamo=False)), (True, dict(dynamo=False)), pytest.param(False, {}, marks=pytest.mark.slow)])
 @all_forms
 def test_onnx_for_any_number_of_images(form, exportable, options, tmp_path):
     """By the older exporter, and by the one that PyTorch takes by default; also as timm creates models for export."""
