@@ -15,7 +15,7 @@ from concurrent.futures import as_completed
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, List, NamedTuple, Optional
+from typing import Any, Callable, List, Mapping, NamedTuple, Optional
 
 import torch
 from common.images import photos
@@ -75,10 +75,11 @@ def add_beside(model: Any, num_heads: int = 4, head_dim: int = 24, qk_dim: int =
 
 
 class Row(NamedTuple):
-    """Share of phase 1, epochs (of those of phase 1 alone, in as much time), and how it is rewritten."""
+    """Share of phase 1, epochs (of those of phase 1 alone, in as much time), how it is rewritten, and its model."""
     switch: float
     epochs: float
     rewrite: Optional[Callable[[Any], nn.Module]] = None
+    options: Mapping[str, Any] = {}
 
 
 ROWS = {
@@ -91,18 +92,23 @@ ROWS = {
     'all blocks, switch 0.75, bias scale 3': Row(0.75, 0.69, partial(attend, scale=3.)),
     'all blocks, switch 0.75, peak 0.9': Row(0.75, 0.69, partial(attend, peak=0.9)),
     'heads beside, switch 0.05': Row(0.05, 0.7, add_beside),
+    # nothing to rewrite: thin heads at the nine nearest offsets, computed as shifts, from a random start
+    'hard heads of 32 from the start': Row(1., 0.92, options=dict(
+        model='cmhsa_hybrid_attn_32', model_kwargs=dict(hard_attn=True, rel_pos='table', num_heads=9, head_dim=32))),
+    'hard heads of 64 from the start': Row(1., 0.85, options=dict(
+        model='cmhsa_hybrid_attn_32', model_kwargs=dict(hard_attn=True, rel_pos='table', num_heads=9, head_dim=64))),
 }
 
 
 def do(row: str, images: int, seed: int, epochs: int, data_dir: Path, output: Path) -> List[Any]:
     """Train one run and return its line of the results."""
     torch.set_num_threads(1)
-    switch, _, rewrite = ROWS[row]
+    switch, _, rewrite, options = ROWS[row]
     name = f'{row}-{images}-{seed}-{epochs}'.replace(' ', '_')
     with redirect_stdout(io.StringIO()):
         results = train_two_phases(
             photos(output, images, seed, data_dir, HELD_OUT), rewrite, output=output / name, seed=seed, epochs=epochs,
-            switch=switch)
+            switch=switch, **options)
     phase = 'phase 1' if switch == 1 else 'phase 2'
     return [row, images, seed, epochs, round(results['seconds']), results['parameters'], *(
         '' if value is None else f'{value:.2f}' for value in (
