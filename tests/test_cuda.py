@@ -31,6 +31,8 @@ FORMS = {
     'wide': ('cmhsa_attn', dict(img_size=112)),
     'soft': ('cmhsa_attn_soft', dict(img_size=112)),
     'hard': ('cmhsa_attn', dict(img_size=112, hard_attn=True)),
+    'hybrid, phase 1': ('cmhsa_hybrid_conv_64', {}),
+    'hybrid': ('cmhsa_hybrid_attn_64', {}),
     'pixels': ('pixel_attn_quadratic', {}),
     'pixels by content': ('pixel_attn_learned_content', {}),
 }
