@@ -16,7 +16,7 @@ from PIL import Image
 import timm_cmhsa
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import open_folder, write_digits
-from timm_cmhsa.train.options import SIZES
+from timm_cmhsa.train.options import add_options, choose_options
 from timm_cmhsa.train.trainer import Trainer
 
 CLASSES = 'cat', 'dog', 'owl'
@@ -292,9 +292,18 @@ def test_classes_alone_hold_out_every_tenth_image(tmp_path):
 
 
 @pytest.mark.parametrize(('side', 'size'), [(20, 32), (32, 32), (60, 64), (64, 64), (100, 96), (500, 224)])
-def test_the_image_size_fits_the_images(side, size, tmp_path):
+def test_model_and_schedule_fit_the_images(side, size, tmp_path):
     data = open_folder(write_folder(tmp_path, side=side, count=1))
-    assert max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0]) == size
+    for options, expected in (
+            ([], (size, f'cmhsa_hybrid_conv_{size}', 2e-3, 0.75)),
+            (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 1e-3, 0.4)),
+            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 0.75))):
+        parser = argparse.ArgumentParser()
+        add_options(parser)
+        args = parser.parse_args(['--device', 'cpu', *options])
+        args.world_size = 1
+        choose_options(args, data)
+        assert (args.img_size, args.model, args.lr, args.switch) == expected
 
 
 def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):

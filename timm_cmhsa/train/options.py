@@ -36,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--compare', metavar='MODEL', nargs='+', default=[], help='also train these models of timm, for the same time')
     add = parser.add_argument_group('schedule').add_argument
     add('--epochs', metavar='N', type=int, help=f'of both phases (default: about {STEPS} steps)')
-    add('--switch', metavar='F', type=float, default=0.4, help='share of phase 1 (default: %(default)s)')
+    add('--switch', metavar='F', type=float, help='share of the epochs that phase 1 has')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process')
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
@@ -104,7 +104,9 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
     choose('epochs', min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
-    choose('lr', 2e-3 if args.model.startswith('cmhsa_hybrid') else 1e-3, 'of AdamW, for small models')
+    is_hybrid = args.model.startswith('cmhsa_hybrid')
+    choose('lr', 2e-3 if is_hybrid else 1e-3, 'of AdamW, for small models')
+    choose('switch', 0.75 if is_hybrid else 0.4, 'of the epochs are phase 1')
     choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
