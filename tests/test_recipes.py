@@ -1,4 +1,5 @@
 """The recipes say what the paper says, and say it alike."""
+import argparse
 import importlib
 import json
 import os
@@ -81,7 +82,9 @@ def test_epochs_done_counts_what_has_a_checkpoint(tmp_path):
 @pytest.fixture
 def clone(tmp_path):
     """A train.py and a validate.py that only note how they were called; the best learning rates are 5e-4 and 3e-5."""
-    torch.save(timm.create_model('test_cmhsa_conv_k3').state_dict(), tmp_path / 'phase1.pth')
+    name = 'test_cmhsa_conv_k3'
+    checkpoint = dict(state_dict=timm.create_model(name).state_dict(), arch=name, args=argparse.Namespace(model=name))
+    torch.save(checkpoint, tmp_path / 'phase1.pth')
     (tmp_path / 'train.py').write_text('''
 import argparse, json, pathlib, shutil, sys
 parser = argparse.ArgumentParser()
