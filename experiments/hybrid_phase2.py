@@ -21,6 +21,7 @@ import torch
 from common.images import photos
 from common.options import make_parser, positive_int
 from common.pool import make_pool
+from natural_images import with_bias_scale
 from timm.models import VisionTransformer
 from torch import nn
 from tqdm import tqdm
@@ -28,7 +29,7 @@ from tqdm import tqdm
 import timm_cmhsa
 from timm_cmhsa.attention import RelPosAttention
 from timm_cmhsa.patches import Mask, PatchConv2d
-from timm_cmhsa.rel_pos import PaddedRelPosTable
+from timm_cmhsa.rel_pos import BIAS_SCALE
 from timm_cmhsa.train import train_two_phases
 
 HELD_OUT = 1000  # images
@@ -37,7 +38,6 @@ COLUMNS = 'row', 'images', 'seed', 'epochs', 'seconds', 'params', 'phase1_top1',
 
 class Beside(PatchConv2d):
     """A convolution, and attention beside it."""
-
     beside: RelPosAttention
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
@@ -51,16 +51,13 @@ def plain(model: Any) -> nn.Module:
     return model
 
 
-def attend(model: Any, blocks: slice = slice(None), scale: float = 30., **options: Any) -> nn.Module:
+def attend(model: Any, blocks: slice = slice(None), scale: float = BIAS_SCALE, **options: Any) -> nn.Module:
     """Rewrite some blocks with soft heads, whose biases learn `scale` times as fast as weights."""
     converted: Any = timm_cmhsa.convert_model(model, **options)
     kept = set(range(len(model.blocks))) - set(range(len(model.blocks))[blocks])
     for i in kept:
         converted.blocks[i].attn = model.blocks[i].attn
-    for module in converted.modules():
-        if isinstance(module, PaddedRelPosTable):
-            module.relative_position_bias_table.data *= module.bias_scale / scale
-            module.bias_scale.fill_(scale)
+    with_bias_scale(converted, scale)
     return plain(converted) if kept else converted
 
 

@@ -157,7 +157,8 @@ class Trainer:
             for epoch in range(first, epochs.stop):
                 loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
-                for each in {model, state.judged} if args.distributed else ():  # statistics of batch norm
+                # in the same order in all processes, which a set would not have
+                for each in dict.fromkeys((model, state.judged)) if args.distributed else ():
                     distribute_bn(each, args.world_size, reduce=True)
                 if not math.isfinite(loss) and name in ('phase1', 'phase2'):  # a rival may
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
