@@ -8,10 +8,7 @@ alone. The test images choose nothing.
 Runs are done side by side and only once: each appends a line to --results, and what was stopped goes on. One takes
 about 20 minutes on one core.
 """
-import csv
 import io
-import os
-from concurrent.futures import as_completed
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -19,12 +16,11 @@ from typing import Any, Callable, List, Mapping, NamedTuple, Optional
 
 import torch
 from common.images import photos
-from common.options import make_parser, positive_int
-from common.pool import make_pool
+from common.options import add_queue, make_parser, positive_int
+from common.queue import run_queue
 from natural_images import with_bias_scale
 from timm.models import VisionTransformer
 from torch import nn
-from tqdm import tqdm
 
 import timm_cmhsa
 from timm_cmhsa.attention import RelPosAttention
@@ -115,25 +111,14 @@ def do(row: str, images: int, seed: int, epochs: int, data_dir: Path, output: Pa
 def main() -> None:
     parser = make_parser(__doc__, 'hybrid_phase2', seeds=2)
     add = parser.add_argument
-    add('--data-dir', type=Path, required=True, help='images')
     add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=120, help='of phase 1 alone (default: %(default)s)')
     add('--rows', nargs='+', choices=ROWS, default=list(ROWS), metavar='ROW', help='(default: all)')
-    add('--results', type=Path, default=Path('benchmarks/hybrid_phase2.csv'), help='(default: %(default)s)')
-    add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: %(default)s)')
+    add_queue(parser, 'hybrid_phase2')
     args = parser.parse_args()
-    done = {tuple(line[:4]) for line in csv.reader(args.results.open())} if args.results.exists() else set()
     runs = [(row, args.images, seed, max(round(ROWS[row].epochs * args.epochs), 2))
             for seed in range(args.seeds) for row in args.rows]
-    todo = [run for run in runs if tuple(map(str, run)) not in done]
-    for seed in range(args.seeds):
-        photos(args.output, args.images, seed, args.data_dir, HELD_OUT)  # here, as runs share their images
-    with make_pool(args.workers) as pool:
-        futures = [pool.submit(do, *run, args.data_dir, args.output) for run in todo]
-        for future in tqdm(as_completed(futures), 'runs', total=len(futures)):
-            is_new = not args.results.exists()
-            with args.results.open('a', newline='') as file:
-                csv.writer(file, lineterminator='\n').writerows([*([COLUMNS] if is_new else []), future.result()])
+    run_queue(args, runs, do, COLUMNS, HELD_OUT)
 
 
 if __name__ == '__main__':

@@ -15,4 +15,5 @@ from .load import load_model as load_model
 from .models import CmhsaAttn as CmhsaAttn, CmhsaConv as CmhsaConv
 from .patches import patchify as patchify, unpatchify as unpatchify
 from .pixel import models as _pixel_models  # noqa: F401  registers the models on pixels
+from .start import start_as_convolution as start_as_convolution
 from .version import __version__ as __version__

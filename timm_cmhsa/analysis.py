@@ -5,15 +5,19 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
 from timm.layers import gen_relative_position_index
+from timm.models import Beit, VisionTransformer
+from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
 
 from .rel_pos import OffsetRelPos
+
+STOCK = VisionTransformer, VisionTransformerRelPos, Beit
 
 
 class AttentionMaps(NamedTuple):
     """Attention weights of one layer."""
     weights: torch.Tensor  # from every query patch to every key patch: (B, num_heads, N, N)
-    zero_key: Optional[torch.Tensor]  # weight of the zero key, if the layer has one: (B, num_heads, N)
+    zero_key: Optional[torch.Tensor]  # weight of the zero key, or of class tokens, if there are any: (B, num_heads, N)
     grid_size: Tuple[int, int]  # (h, w) with h * w = N
 
 
@@ -27,7 +31,7 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return all attention layers of this package in a model by name. A layer itself has the name ''.
+    """Return all attention layers of this package, or of a ViT of timm, by name. A layer itself has the name ''.
 
     Raises:
         ValueError: If the model has none.
@@ -35,6 +39,9 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
     layers = {
         name: module for name, module in model.named_modules()
         if isinstance(getattr(module, 'rel_pos', None), OffsetRelPos)}
+    if not layers and isinstance(model, STOCK):
+        layers = {name: module for name, module in model.blocks.named_modules(prefix='blocks')
+                  if hasattr(module, 'fused_attn') and hasattr(module, 'attn_drop')}
     if not layers:
         raise ValueError(
             f'{type(model).__name__} has no attention layer of timm_cmhsa: convert a phase-1 model first, or replace '
@@ -42,15 +49,22 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
     return layers
 
 
+def layer_grid_size(model: Any, layer: Any) -> Tuple[int, int]:
+    """Return the patches per image side, (h, w), of an attention layer of a model."""
+    grid_size: Tuple[int, int] = getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
+    return grid_size
+
+
 @torch.no_grad()
 def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
-    """Return the attention of all layers of this package by name, in the order of execution.
+    """Return the attention of all layers of this package, or of a ViT of timm, by name, in the order of execution.
 
     The model is switched to eval mode and unfused attention while it runs, so no other thread may use it. The maps of a
     layer take 4 * B * num_heads * N^2 bytes.
 
     Args:
-        model: A model of this package, one with convolutions replaced by `attend_convs`, or an attention layer.
+        model: A model of this package, one with convolutions replaced by `attend_convs`, an attention layer, or a
+            `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
         images: Input of the model: images of shape (B, C, H, W), or tokens of shape (B, N, dim) for a layer.
 
     Raises:
@@ -70,9 +84,11 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
         model(images)
     maps = {}
     for name, attn in weights.items():
-        num_tokens = attn.shape[-2]
-        zero_key = attn[..., -1] if attn.shape[-1] > num_tokens else None
-        maps[name] = AttentionMaps(attn[..., :num_tokens], zero_key, layers[name].grid_size)
+        grid_size = layer_grid_size(model, layers[name])
+        num_patches, prefix = math.prod(grid_size), attn.shape[-2] - math.prod(grid_size)
+        patches = attn[..., prefix:, prefix:prefix + num_patches]
+        others = attn[..., prefix:, :prefix].sum(dim=-1) + attn[..., prefix:, prefix + num_patches:].sum(dim=-1)
+        maps[name] = AttentionMaps(patches, others if attn.shape[-1] > num_patches else None, grid_size)
     return maps
 
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from .errors import CheckpointError, one_line
 from .load import PathLike
-from .models import Cmhsa
 
 _logger = logging.getLogger(__name__)
 
@@ -23,8 +22,9 @@ FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM')  # Pillow runs ex
 def data_config(model: nn.Module) -> Dict[str, Any]:
     """Return how timm prepares images for a model, with the model's actual image size and number of channels."""
     config = resolve_data_config({}, model=model)
-    if isinstance(model, Cmhsa):
-        config['input_size'] = (model.in_chans, *model.patch_embed.img_size)
+    img_size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)
+    if img_size is not None:
+        config['input_size'] = (getattr(model, 'in_chans', config['input_size'][0]), *img_size)
     in_chans = config['input_size'][0]
     for key in ('mean', 'std'):  # a model for gray images may still have the values of three channels
         if len(config[key]) != in_chans:

@@ -1,5 +1,6 @@
 """Options that the experiments share."""
 import argparse
+import os
 from pathlib import Path
 
 from .images import MAX_TRAIN, MIN_TRAIN
@@ -12,6 +13,14 @@ def make_parser(description: str, name: str, seeds: int) -> argparse.ArgumentPar
     add('--seeds', type=positive_int, default=seeds, help='number of seeds (default: %(default)s)')
     add('--output', type=Path, default=Path('output', name), help='folder (default: %(default)s)')
     return parser
+
+
+def add_queue(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add images, the file of results, which is named after the experiment, and the number of runs at a time."""
+    add = parser.add_argument
+    add('--data-dir', type=Path, required=True, help='images')
+    add('--results', type=Path, default=Path(f'benchmarks/{name}.csv'), help='(default: %(default)s)')
+    add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: %(default)s)')
 
 
 def add_repeats(parser: argparse.ArgumentParser, default: int) -> None:

@@ -9,7 +9,14 @@ import torch
 from timm.utils import unwrap_model
 from torch import nn
 
-from ..analysis import AttentionMaps, HeadStatistics, attention_layers, attention_maps, head_statistics
+from ..analysis import (
+    AttentionMaps,
+    HeadStatistics,
+    attention_layers,
+    attention_maps,
+    head_statistics,
+    layer_grid_size,
+)
 from ..images import data_config
 from ..load import PathLike, load_model
 
@@ -73,16 +80,16 @@ def check_alike(model: nn.Module, other: nn.Module) -> None:
     """Refuse two models whose heads cannot be compared for the same images."""
     shape, other_shape = (
         (data_config(each)['input_size'],
-         {name: (layer.num_heads, tuple(layer.grid_size)) for name, layer in layers_to_draw(each).items()})
+         {name: (layer.num_heads, tuple(layer_grid_size(each, layer))) for name, layer in layers_to_draw(each).items()})
         for each in (model, other))
     if shape != other_shape:
         raise PlotError(
             'The models have different image sizes, attention layers, heads or grids: use checkpoints of one training.')
 
 
-def num_weights(layer: Any) -> int:
+def num_weights(model: nn.Module, layer: Any) -> int:
     """Return the number of attention weights for one image, without the zero key."""
-    return layer.num_heads * math.prod(layer.grid_size) ** 2
+    return layer.num_heads * math.prod(layer_grid_size(model, layer)) ** 2
 
 
 def finite_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
@@ -101,7 +108,7 @@ def mean_attention(
 ) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
     """Return the attention of all layers that have heads, averaged over images (B, C, H, W), and its statistics."""
     layers = layers_to_draw(model)
-    batch_size = max(BATCH_WEIGHTS // sum(map(num_weights, layers.values())), 1)
+    batch_size = max(BATCH_WEIGHTS // sum(num_weights(model, layer) for layer in layers.values()), 1)
     weights: Dict[str, Any] = defaultdict(float)
     zero_keys: Dict[str, Any] = defaultdict(float)
     entropies: Dict[str, Any] = defaultdict(float)  # the entropy of the mean is not the mean of the entropies
@@ -112,7 +119,8 @@ def mean_attention(
             if maps.zero_key is not None:
                 zero_keys[name] += share * maps.zero_key.mean(dim=0, keepdim=True)
             entropies[name] += share * torch.tensor([head.entropy for head in head_statistics(maps)])
-    means = {name: AttentionMaps(mean, zero_keys.get(name), layers[name].grid_size) for name, mean in weights.items()}
+    means = {name: AttentionMaps(mean, zero_keys.get(name), layer_grid_size(model, layers[name]))
+             for name, mean in weights.items()}
     statistics = {
         name: [head._replace(entropy=entropy) for head, entropy in zip(head_statistics(maps), entropies[name].tolist())]
         for name, maps in means.items()}

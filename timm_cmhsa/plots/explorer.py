@@ -10,7 +10,7 @@ from PIL import Image
 from timm.utils import unwrap_model
 from torch import nn
 
-from ..analysis import AttentionMaps
+from ..analysis import AttentionMaps, layer_grid_size
 from ..images import to_pixels
 from .data import PlotError, check_alike, finite_maps, layers_to_draw, model_name, num_weights
 
@@ -44,7 +44,7 @@ def explorer_html(
         check_alike(model, before)
     shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
     num_maps = len(images) * (1 if before is None else 2)
-    size = num_maps * sum(map(num_weights, shown.values())) * 4 // 3  # base64
+    size = num_maps * sum(num_weights(model, layer) for layer in shown.values()) * 4 // 3  # base64
     if size > MAX_PAGE_BYTES:
         raise PlotError(
             f'The page would have {size / 2 ** 20:.0f} MB, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
@@ -57,7 +57,7 @@ def explorer_html(
         'steps': STEPS,
         'images': [{'title': title, 'png': _png(pixels)} for title, pixels in zip(titles, to_pixels(images, model))],
         'layers': [
-            {'name': name, 'grid': shown[name].grid_size, 'heads': shown[name].num_heads,
+            {'name': name, 'grid': layer_grid_size(model, shown[name]), 'heads': shown[name].num_heads,
              **{key: maps[name] for key, maps in encoded.items()}}
             for name in encoded['maps']],
     }

@@ -21,6 +21,7 @@ from ..hub import save_for_hub
 from ..images import data_config
 from ..load import PathLike
 from ..models import Cmhsa
+from ..start import start_as_convolution
 from .data import Data, open_dataset, open_digits, open_folder
 from .options import add_options, check_options, choose_options, fingerprint
 from .trainer import Trained, Trainer
@@ -138,6 +139,8 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
             raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
     trainer = Trainer(args, data, data_config(model))
+    if args.start:
+        start_as_convolution(model, trainer.images(), seed=args.seed)
     _note_options(args)
     return data, model, others, trainer, chosen
 

@@ -1,0 +1,214 @@
+"""Stock ViTs of timm that start as a convolution."""
+import pytest
+import timm
+import torch
+from helpers import run_python
+from hypothesis import given, strategies as st
+from timm.layers import RmsNorm, SwiGLU
+from timm.utils import random_seed
+
+from timm_cmhsa import attention_maps, head_statistics, start_as_convolution
+from timm_cmhsa.plots import plot_attention
+from timm_cmhsa.start import position_code, rotation
+from timm_cmhsa.train import train_two_phases
+
+SMALL = dict(img_size=32, patch_size=4, depth=3, num_classes=10)
+TINY = 'vit_tiny_patch16_224', SMALL
+VITS = {
+    'class token': TINY,
+    'average': (TINY[0], dict(SMALL, class_token=False, global_pool='avg')),
+    'registers': (TINY[0], dict(SMALL, reg_tokens=4, no_embed_class=True)),
+    'distilled': ('deit_tiny_distilled_patch16_224', SMALL),
+    'not square': (TINY[0], dict(SMALL, img_size=(24, 48))),
+    'layer scale': (TINY[0], dict(SMALL, init_values=1e-5)),
+    'norm before': (TINY[0], dict(SMALL, pre_norm=True)),
+    'no biases': (TINY[0], dict(SMALL, qkv_bias=False, proj_bias=False)),
+    'gated MLP, RMS norm': (TINY[0], dict(SMALL, mlp_layer=SwiGLU, norm_layer=RmsNorm)),
+    'gray': (TINY[0], dict(SMALL, in_chans=1)),
+    'any size': (TINY[0], dict(SMALL, dynamic_img_size=True)),
+    'many patches': (TINY[0], dict(SMALL, img_size=(12, 160))),
+}
+TABLES = {
+    'relpos': ('vit_relpos_small_patch16_224', dict(SMALL, rel_pos_type='bias')),
+    'shared': ('vit_relpos_small_patch16_224', dict(SMALL, rel_pos_type='bias', shared_rel_pos=True)),
+    'norm after': ('vit_relpos_small_patch16_rpn_224', dict(SMALL, rel_pos_type='bias')),
+    'class token': ('vit_relpos_small_patch16_224', dict(SMALL, rel_pos_type='bias', class_token=True)),
+    'beit': ('beit_base_patch16_224', dict(SMALL, img_size=(24, 48))),
+}
+
+
+def create(case, seed=0):
+    name, kwargs = case
+    random_seed(seed)
+    return timm.create_model(name, **kwargs).eval()
+
+
+def noise(model, count=4):
+    channels = model.patch_embed.proj.weight.shape[1]
+    return torch.randn(count, channels, *model.patch_embed.img_size, generator=torch.Generator().manual_seed(9))
+
+
+def statistics(model, images=None):
+    maps = attention_maps(model, noise(model) if images is None else images)
+    return {name: head_statistics(each) for name, each in maps.items()}
+
+
+@given(st.integers(1, 9), st.data())
+def test_a_moved_code_is_most_like_that_of_the_patch_there(num_freqs, data):
+    height, width = (data.draw(st.integers(1, 4 * num_freqs)) for _ in range(2))
+    row, col, y, x = (data.draw(st.integers(0, size - 1)) for size in (height, width, height, width))
+    code = position_code((height, width), num_freqs).double()
+    products = (code @ rotation((y - row, x - col), num_freqs).double() @ code[row * width + col]).view(height, width)
+    assert products[y, x].item() == pytest.approx(2 * num_freqs, abs=1e-4)
+    products[y, x] = 0
+    assert products.max().item() <= num_freqs + 1e-4
+
+
+@pytest.mark.parametrize('case', VITS.values(), ids=VITS)
+@pytest.mark.parametrize('peak', [0.5, 0.9])
+def test_heads_look_at_dealt_offsets(case, peak):
+    model = start_as_convolution(create(case), peak=peak)
+    layers = statistics(model)
+    heads = [head for layer in layers.values() for head in layer]
+    assert len(layers) == 3
+    assert len(heads) == 9
+    assert len({head.best_offset for head in heads}) == 9  # each of 3 x 3 once
+    assert all(max(map(abs, head.best_offset)) <= 1 for head in heads)
+    for layer in layers.values():
+        assert sum(head.best_weight for head in layer) / 3 == pytest.approx(peak, abs=0.06)
+
+
+def test_given_images_set_the_peak():
+    images = 0.05 * noise(create(TINY), 32)  # of little contrast: normalization makes more of the code
+    for images_for_start, error in (images, 0.01), (None, 0.3):
+        model = start_as_convolution(create(TINY), images_for_start)
+        weights = [head.best_weight for layer in statistics(model, images).values() for head in layer]
+        assert (abs(sum(weights) / 9 - 0.75) < 0.01) == (images_for_start is not None), error
+
+
+@pytest.mark.parametrize('name', ['class token', 'average', 'distilled', 'gated MLP, RMS norm'])
+def test_the_code_survives_whatever_the_image(name):
+    model = start_as_convolution(create(VITS[name]))
+    first, second = model.forward_intermediates(noise(model, 2), intermediates_only=True)[-1]
+    same = (first == second).flatten(1).all(dim=1)
+    assert same[:32].all()
+    assert same.sum() < 40
+    assert first[:32].flatten(1).t().allclose(position_code((8, 8), 8))
+
+
+@pytest.mark.parametrize('case', [VITS[name] for name in ('class token', 'registers', 'distilled')])
+def test_class_tokens_look_evenly_and_serve_the_border(case):
+    model = start_as_convolution(create(case))
+    layer = model.blocks[1].attn
+    layer.fused_attn = False
+    layer.attn_drop.register_forward_hook(lambda *args: seen.append(args[-1]))
+    seen = []
+    model(noise(model))
+    prefix = model.num_prefix_tokens
+    assert seen[0][:, :, :prefix].max() < 0.05  # of 65 to 69 tokens
+    name, heads = list(statistics(model).items())[1]
+    zero_key = attention_maps(model, noise(model))[name].zero_key.mean(dim=0)
+    for head, weights in zip(heads, zero_key.view(3, 8, 8)):
+        row, col = head.best_offset
+        outside = torch.zeros(8, 8, dtype=bool)
+        outside[:1, :], outside[-1:, :] = outside[:1, :] | (row < 0), outside[-1:, :] | (row > 0)
+        outside[:, :1], outside[:, -1:] = outside[:, :1] | (col < 0), outside[:, -1:] | (col > 0)
+        if outside.any():
+            assert weights[outside].mean() > 3 * weights[~outside].mean()
+
+
+@pytest.mark.parametrize('case', TABLES.values(), ids=TABLES)
+@pytest.mark.parametrize(('peak', 'kernel_size'), [(0.75, 3), (0.999, 5)])
+def test_tables_point_exactly(case, peak, kernel_size):
+    model = start_as_convolution(create(case), peak=peak, kernel_size=kernel_size)
+    for layer in statistics(model).values():
+        for head in layer:
+            assert head.best_weight == pytest.approx(peak, abs=1e-4)
+            assert max(map(abs, head.best_offset)) <= kernel_size // 2
+
+
+@pytest.mark.parametrize('case', [*VITS.values(), *TABLES.values()], ids=[*VITS, *TABLES])
+def test_everything_learns(case):
+    model = start_as_convolution(create(case)).train()
+    logits = model(noise(model))
+    (logits if torch.is_tensor(logits) else torch.stack(logits)).logsumexp(dim=-1).sum().backward()  # two if distilled
+    for name, parameter in model.named_parameters():
+        assert parameter.grad.any(), name
+
+
+@pytest.mark.parametrize('case', [TINY, VITS['average'], TABLES['beit']], ids=['vit', 'average', 'beit'])
+def test_again_after_a_change_of_the_size(case):
+    model, expected = create(case), create(case)
+    start_as_convolution(model)
+    for each in model, expected:
+        each.set_input_size(img_size=(40, 56))
+        start_as_convolution(each)
+    for key, tensor in expected.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[key], tensor, msg=key)
+
+
+@pytest.mark.parametrize(('name', 'kwargs', 'options', 'message'), [
+    ('resnet18', {}, {}, 'ResNet cannot be started'),
+    ('test_cmhsa_attn', {}, {}, 'CmhsaAttn has layers of'),
+    ('vit_tiny_patch16_224', dict(qk_norm=True), {}, 'qk_norm=False'),
+    ('vit_tiny_patch16_224', dict(pos_embed='none'), {}, "pos_embed='learn'"),
+    ('vit_small_patch16_18x2_224', {}, {}, 'ParallelThingsBlock'),
+    ('vit_relpos_small_patch16_224', {}, {}, "rel_pos_type='bias'"),
+    ('vit_tiny_patch16_224', dict(num_heads=24), {}, 'Heads of 8 dimensions'),
+    ('vit_tiny_patch16_224', {}, dict(peak=1.), 'between 0 and 1'),
+    ('vit_tiny_patch16_224', {}, dict(kernel_size=4), 'odd'),
+    ('beit_base_patch16_224', dict(depth=1), dict(kernel_size=29), 'below 28'),
+])
+def test_what_cannot_be_pointed(name, kwargs, options, message):
+    model = timm.create_model(name, **kwargs)
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        start_as_convolution(model, **options)
+    assert '\n' not in str(error.value)
+    assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_pictures_of_a_stock_vit(tmp_path):
+    paths = plot_attention(start_as_convolution(create(TINY)), tmp_path, html=True)
+    assert {path.name for path in paths} == {'attention.png', 'statistics.png', 'attention.html'}
+
+
+def test_command_writes_what_train_py_starts_from(tmp_path):
+    kwargs = ['--model-kwargs', 'img_size=32', 'patch_size=4', 'depth=3', 'num_classes=10']
+    for name in 'start.safetensors', 'start.pth':
+        done = run_python('-m', 'timm_cmhsa.start', TINY[0], tmp_path / name, *kwargs, '--seed', 3, '--peak', 0.6)
+        assert done.returncode == 0, done.stderr
+        assert '--input-size 3 32 32 --num-classes 10 --initial-checkpoint' in done.stdout
+        loaded = timm.create_model(TINY[0], **SMALL, checkpoint_path=str(tmp_path / name))
+        expected = start_as_convolution(create(TINY, seed=3), peak=0.6, seed=3)
+        for key, tensor in expected.state_dict().items():
+            torch.testing.assert_close(loaded.state_dict()[key], tensor)
+
+
+@pytest.mark.parametrize(('arguments', 'message'), [
+    (['resnet18', 'out.pth'], 'cannot be started as a convolution'),
+    (['vit_tiny', 'out.pth'], 'vit_tiny'),
+    ([TINY[0], 'out.bin'], 'must end in'),
+    ([TINY[0], 'out.pth', '--model-kwargs', 'depths=3'], 'depths'),
+    ([TINY[0], 'out.pth', '--images', 'nowhere'], 'nowhere'),
+    ([TINY[0], 'there.pth'], 'already exists'),
+])
+def test_command_with_bad_input(tmp_path, arguments, message):
+    (tmp_path / 'there.pth').write_bytes(b'old')
+    done = run_python('-m', 'timm_cmhsa.start', *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+    assert [path.name for path in tmp_path.iterdir()] == ['there.pth']
+
+
+def test_trainer_starts_as_a_convolution(tmp_path):
+    results = train_two_phases(
+        output=tmp_path, model=TINY[0], model_kwargs=dict(depth=3, patch_size=4, in_chans=1), start='convolution',
+        switch=1., epochs=1, lr=1e-9)
+    model = timm.create_model(TINY[0], **{**SMALL, 'img_size': 32, 'in_chans': 1})
+    model.load_state_dict(torch.load(tmp_path / 'checkpoints/phase1.pth.tar')['state_dict'])
+    heads = [head for layer in statistics(model).values() for head in layer]
+    assert len({head.best_offset for head in heads}) == 9
+    assert min(head.best_weight for head in heads) > 0.5
+    assert results['top1'] > 0
