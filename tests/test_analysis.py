@@ -37,6 +37,27 @@ def test_maps_are_those_that_timm_extracts(name, kwargs):
         torch.testing.assert_close(whole, attention.expand_as(whole))
 
 
+@pytest.mark.parametrize(('name', 'kwargs'), [
+    ('test_vit', dict(reg_tokens=2)),
+    ('vit_relpos_small_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
+    ('beit_base_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
+])
+def test_maps_of_a_vit_of_timm(name, kwargs):
+    model = timm.create_model(name, **kwargs).eval()
+    images = torch.randn(2, 3, *model.patch_embed.img_size)
+    maps = attention_maps(model, images)
+    set_fused_attn(False)
+    unfused = timm.create_model(name, **kwargs).eval()
+    unfused.load_state_dict(model.state_dict())
+    expected = AttentionExtract(unfused, method='hook')(images)
+    for actual, attention in zip(maps.values(), expected.values(), strict=True):
+        prefix = attention.shape[-1] - actual.weights.shape[-1]
+        torch.testing.assert_close(actual.weights, attention[:, :, prefix:, prefix:])
+        assert (actual.zero_key is None) == (prefix == 0)
+        if prefix:
+            torch.testing.assert_close(actual.zero_key, attention[:, :, prefix:, :prefix].sum(dim=-1))
+
+
 def test_the_model_stays_as_it_was():
     model = timm.create_model('test_cmhsa_attn').train()
     model.blocks[1].eval()
@@ -76,7 +97,7 @@ def test_maps_of_a_cnn_and_of_a_layer():
     assert attention_maps(layer, torch.randn(3, 4, 512))[''].weights.shape == (3, 9, 4, 4)
 
 
-@pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_vit'])
+@pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_resnet'])
 def test_models_without_our_attention_are_refused(name):
     with pytest.raises(ValueError, match='has no attention layer of timm_cmhsa'):
         attention_maps(timm.create_model(name), torch.randn(1, 3, 32, 32))

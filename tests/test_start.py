@@ -178,7 +178,7 @@ def test_command_writes_what_train_py_starts_from(tmp_path):
     for name in 'start.safetensors', 'start.pth':
         done = run_python('-m', 'timm_cmhsa.start', TINY[0], tmp_path / name, *kwargs, '--seed', 3, '--peak', 0.6)
         assert done.returncode == 0, done.stderr
-        assert '--input-size 3 32 32 --num-classes 10 --initial-checkpoint' in done.stdout
+        assert '--model-kwargs img_size=32 patch_size=4 depth=3 --input-size 3 32 32 --num-classes 10' in done.stdout
         loaded = timm.create_model(TINY[0], **SMALL, checkpoint_path=str(tmp_path / name))
         expected = start_as_convolution(create(TINY, seed=3), peak=0.6, seed=3)
         for key, tensor in expected.state_dict().items():

@@ -1,5 +1,6 @@
 """The command: python -m timm_cmhsa.start MODEL OUT"""
 import argparse
+import shlex
 import sys
 from pathlib import Path
 
@@ -32,10 +33,12 @@ def start(args: argparse.Namespace) -> None:
     with replacing(check_destination(args.out, args.force), args.force) as new:
         write = safetensors.torch.save_file if new.suffix == '.safetensors' else torch.save
         write(model.state_dict(), new)
-    height, width = model.patch_embed.img_size
-    print(f"written to {args.out}; train it with timm's train.py:\n"
-          f'--model {args.model} --input-size {model.patch_embed.proj.in_channels} {height} {width} '
-          f'--num-classes {model.num_classes} --initial-checkpoint {args.out}')
+    size = model.patch_embed.proj.weight.shape[1], *model.patch_embed.img_size
+    kwargs = [f'{name}={value}' for name, value in args.model_kwargs.items() if name not in ('num_classes', 'in_chans')]
+    options = shlex.join([
+        *('--model', args.model, *(['--model-kwargs', *kwargs] if kwargs else []), '--input-size', *map(str, size)),
+        *('--num-classes', str(model.num_classes), '--initial-checkpoint', str(args.out))])
+    print(f"written to {args.out}; train it with timm's train.py {options}")
 
 
 def main() -> int:
