@@ -19,7 +19,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_model, patchify
+from timm_cmhsa import (
+    RelPosAttention,
+    attend_convs,
+    conv2d_to_attention,
+    convert_model,
+    patchify,
+    start_as_convolution,
+)
 
 DEVICE = os.environ.get('TORCH_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='needs a CUDA GPU')
@@ -99,6 +106,14 @@ def test_a_converted_model_agrees(form, dtype):
     images = torch.randn(4, 3, 224, 224, device=DEVICE)
     with torch.no_grad(), autocast(dtype):
         assert distance(converted(images), model(images)) <= 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224'])
+def test_a_stock_vit_starts_as_on_a_cpu(name):
+    model, images = timm.create_model(name, img_size=32, patch_size=4, depth=2), torch.randn(4, 3, 32, 32)
+    expected = start_as_convolution(copy.deepcopy(model), images).state_dict()
+    for key, tensor in start_as_convolution(model.to(DEVICE), images.to(DEVICE)).state_dict().items():
+        torch.testing.assert_close(tensor.cpu(), expected[key], rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF])
