@@ -81,6 +81,7 @@ ROWS = {
     'heads beside, switch 0.4': Row(0.4, 0.78, add_beside),
     'last block, switch 0.4': Row(0.4, 0.77, partial(attend, blocks=slice(3, None))),
     'all blocks, switch 0.75': Row(0.75, 0.69),
+    'all blocks, switch 0.9': Row(0.9, 0.855),
     'last two blocks, switch 0.4': Row(0.4, 0.6, partial(attend, blocks=slice(2, None))),
     'all blocks, switch 0.75, bias scale 3': Row(0.75, 0.69, partial(attend, scale=3.)),
     'all blocks, switch 0.75, peak 0.9': Row(0.75, 0.69, partial(attend, peak=0.9)),
