@@ -212,3 +212,4 @@ def test_trainer_starts_as_a_convolution(tmp_path):
     assert len({head.best_offset for head in heads}) == 9
     assert min(head.best_weight for head in heads) > 0.5
     assert results['top1'] > 0
+    assert (tmp_path / 'attention.png').exists()

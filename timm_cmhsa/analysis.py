@@ -4,14 +4,14 @@ import math
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
-from timm.layers import gen_relative_position_index
-from timm.models import Beit, VisionTransformer
-from timm.models.vision_transformer_relpos import VisionTransformerRelPos
+from timm.layers import Attention, gen_relative_position_index
+from timm.models import beit, vision_transformer_relpos as relpos
+from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from .rel_pos import OffsetRelPos
 
-STOCK = VisionTransformer, VisionTransformerRelPos, Beit
+STOCK = VisionTransformer, relpos.VisionTransformerRelPos, beit.Beit
 
 
 class AttentionMaps(NamedTuple):
@@ -41,7 +41,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
         if isinstance(getattr(module, 'rel_pos', None), OffsetRelPos)}
     if not layers and isinstance(model, STOCK):
         layers = {name: module for name, module in model.blocks.named_modules(prefix='blocks')
-                  if hasattr(module, 'fused_attn') and hasattr(module, 'attn_drop')}
+                  if isinstance(module, (Attention, relpos.RelPosAttention, beit.Attention))}
     if not layers:
         raise ValueError(
             f'{type(model).__name__} has no attention layer of timm_cmhsa: convert a phase-1 model first, or replace '

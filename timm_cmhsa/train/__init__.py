@@ -112,7 +112,9 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
         compare={name: trainer.validate(trained[name].judged)['top1'] for name in others},
         curves={name: each.history for name, each in trained.items()}, chosen=chosen, options=fingerprint(args))
-    attention = {} if converted is None else {'before phase 2': converted, 'after phase 2': final.judged}
+    attention = {'after training': final.judged}
+    if converted is not None:
+        attention = {'before phase 2': converted, 'after phase 2': final.judged}
     write_report(args.output, results, data.class_names, logits, targets, attention, trainer.images())
     say((args.output / 'results.md').read_text(encoding='utf-8'))
     return results

@@ -35,9 +35,8 @@ def write_report(
 ) -> None:
     """Write results.json, results.md and pictures of curves, of errors (logits, targets) and of models' attention."""
     pictures = {'curves.png': draw_curves(results['curves'])}
-    if models:
-        with suppress(PlotError):  # a model without attention of this package
-            pictures['attention.png'] = draw_attention(models, images)
+    with suppress(PlotError):  # a model without attention that can be drawn
+        pictures['attention.png'] = draw_attention(models, images)
     if len(class_names) <= MAX_CLASSES:
         pictures['confusion.png'] = draw_confusion(logits, targets, class_names)
     for name, figure in pictures.items():
