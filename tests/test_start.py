@@ -93,7 +93,8 @@ def test_the_code_survives_whatever_the_image(name):
     same = (first == second).flatten(1).all(dim=1)
     assert same[:32].all()
     assert same.sum() < 40
-    assert first[:32].flatten(1).t().allclose(position_code((8, 8), 8))
+    code = position_code((8, 8), 8)
+    torch.testing.assert_close(first[:32].flatten(1).t() / first.max(), code)
 
 
 @pytest.mark.parametrize('case', [VITS[name] for name in ('class token', 'registers', 'distilled')])
