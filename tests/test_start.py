@@ -8,6 +8,7 @@ from timm.layers import RmsNorm, SwiGLU
 from timm.utils import random_seed
 
 from timm_cmhsa import attention_maps, head_statistics, start_as_convolution
+from timm_cmhsa.images import data_config
 from timm_cmhsa.plots import plot_attention
 from timm_cmhsa.start import position_code, rotation
 from timm_cmhsa.train import train_two_phases
@@ -26,6 +27,7 @@ VITS = {
     'gated MLP, RMS norm': (TINY[0], dict(SMALL, mlp_layer=SwiGLU, norm_layer=RmsNorm)),
     'gray': (TINY[0], dict(SMALL, in_chans=1)),
     'any size': (TINY[0], dict(SMALL, dynamic_img_size=True)),
+    'after a CNN': ('vit_tiny_r_s16_p8_224', dict(depth=3, num_classes=10, img_size=64)),
     'many patches': (TINY[0], dict(SMALL, img_size=(12, 160))),
 }
 TABLES = {
@@ -33,6 +35,7 @@ TABLES = {
     'shared': ('vit_relpos_small_patch16_224', dict(SMALL, rel_pos_type='bias', shared_rel_pos=True)),
     'norm after': ('vit_relpos_small_patch16_rpn_224', dict(SMALL, rel_pos_type='bias')),
     'class token': ('vit_relpos_small_patch16_224', dict(SMALL, rel_pos_type='bias', class_token=True)),
+    'beit with two tables': ('beit_base_patch16_224', dict(SMALL, use_shared_rel_pos_bias=True)),
     'beit': ('beit_base_patch16_224', dict(SMALL, img_size=(24, 48))),
 }
 
@@ -44,8 +47,7 @@ def create(case, seed=0):
 
 
 def noise(model, count=4):
-    channels = model.patch_embed.proj.weight.shape[1]
-    return torch.randn(count, channels, *model.patch_embed.img_size, generator=torch.Generator().manual_seed(9))
+    return torch.randn(count, *data_config(model)['input_size'], generator=torch.Generator().manual_seed(9))
 
 
 def statistics(model, images=None):
@@ -78,12 +80,25 @@ def test_heads_look_at_dealt_offsets(case, peak):
         assert sum(head.best_weight for head in layer) / 3 == pytest.approx(peak, abs=0.06)
 
 
-def test_given_images_set_the_peak():
-    images = 0.05 * noise(create(TINY), 32)  # of little contrast: normalization makes more of the code
-    for images_for_start, error in (images, 0.01), (None, 0.3):
-        model = start_as_convolution(create(TINY), images_for_start)
-        weights = [head.best_weight for layer in statistics(model, images).values() for head in layer]
-        assert (abs(sum(weights) / 9 - 0.75) < 0.01) == (images_for_start is not None), error
+@pytest.mark.parametrize('peak', [0.5, 0.99])
+@pytest.mark.parametrize('dtype', [torch.float64, torch.float32, torch.bfloat16])
+def test_the_peak_is_that_on_images_whose_patches_differ_in_contrast(peak, dtype):
+    contrast = torch.rand(8, 1, 8, 1, 8, 1, generator=torch.Generator().manual_seed(0))
+    images = (3 * contrast * noise(create(TINY), 8).view(8, 3, 8, 4, 8, 4)).view(8, 3, 32, 32).to(dtype)
+    model = start_as_convolution(create(TINY).to(dtype), images, peak=peak)
+    for layer in statistics(model, images).values():
+        assert sum(head.best_weight for head in layer) / 3 == pytest.approx(peak, abs=0.02)
+
+
+@pytest.mark.parametrize('offset', [-1, 1])
+def test_no_head_looks_at_the_opposite_border(offset):
+    """A grid of 32 patches would have the period of 8 frequencies."""
+    model = start_as_convolution(create((TINY[0], dict(SMALL, img_size=(12, 128)))))
+    for name, maps in attention_maps(model, noise(model, 1)).items():
+        for head, weights in zip(statistics(model, noise(model, 1))[name], maps.weights[0].view(3, 3, 32, 3, 32)):
+            if head.best_offset[1] == offset:
+                border, opposite = (0, -1) if offset < 0 else (-1, 0)
+                assert weights[:, border, :, opposite].sum(dim=-1).max() < 0.1
 
 
 @pytest.mark.parametrize('name', ['class token', 'average', 'distilled', 'gated MLP, RMS norm'])
@@ -94,7 +109,7 @@ def test_the_code_survives_whatever_the_image(name):
     assert same[:32].all()
     assert same.sum() < 40
     code = position_code((8, 8), 8)
-    torch.testing.assert_close(first[:32].flatten(1).t() / first.max(), code)
+    torch.testing.assert_close(first[:32].flatten(1).t() / model.pos_embed.max(), code)
 
 
 @pytest.mark.parametrize('case', [VITS[name] for name in ('class token', 'registers', 'distilled')])
@@ -156,17 +171,41 @@ def test_again_after_a_change_of_the_size(case):
     ('vit_small_patch16_18x2_224', {}, {}, 'ParallelThingsBlock'),
     ('vit_relpos_small_patch16_224', {}, {}, "rel_pos_type='bias'"),
     ('vit_tiny_patch16_224', dict(num_heads=24), {}, 'Heads of 8 dimensions'),
-    ('vit_tiny_patch16_224', {}, dict(peak=1.), 'between 0 and 1'),
+    ('vit_base_mci_224', {}, {}, 'no projection of patches'),
+    ('vit_tiny_patch16_224', {}, dict(peak=1.), 'must be below 1'),
+    ('vit_tiny_patch16_224', {}, dict(peak=0.004), 'above that of even attention'),
     ('vit_tiny_patch16_224', {}, dict(kernel_size=4), 'odd'),
-    ('beit_base_patch16_224', dict(depth=1), dict(kernel_size=29), 'below 28'),
+    ('beit_base_patch16_224', {}, dict(kernel_size=29), 'below 28'),
 ])
 def test_what_cannot_be_pointed(name, kwargs, options, message):
-    model = timm.create_model(name, **kwargs)
+    model = timm.create_model(name, **({} if name == 'resnet18' else {'depth': 1}), **kwargs)
     before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with pytest.raises(ValueError, match=message) as error:
         start_as_convolution(model, **options)
     assert '\n' not in str(error.value)
     assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(('images', 'message'), [
+    (torch.randn(2, 3, 48, 48), r'where \(B, 3, 32, 32\) is needed'),
+    (torch.randn(2, 1, 32, 32), r'where \(B, 3, 32, 32\) is needed'),
+    (torch.randn(3, 32, 32), r'where \(B, 3, 32, 32\) is needed'),
+    (torch.randn(0, 3, 32, 32), r'where \(B, 3, 32, 32\) is needed'),
+    (torch.full((2, 3, 32, 32), float('nan')), 'weight of nan'),
+    ('nowhere', 'nowhere'),
+])
+def test_images_that_do_not_fit(images, message):
+    model = create(VITS['any size'])
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        start_as_convolution(model, images)
+    assert '\n' not in str(error.value)
+    assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
+
+
+def test_maps_of_images_of_another_size():
+    with pytest.raises(ValueError, match='set_input_size'):
+        attention_maps(create(VITS['any size']), torch.randn(1, 3, 40, 40))
 
 
 def test_pictures_of_a_stock_vit(tmp_path):
@@ -191,6 +230,7 @@ def test_command_writes_what_train_py_starts_from(tmp_path):
     (['vit_tiny', 'out.pth'], 'vit_tiny'),
     ([TINY[0], 'out.bin'], 'must end in'),
     ([TINY[0], 'out.pth', '--model-kwargs', 'depths=3'], 'depths'),
+    ([TINY[0], 'out.pth', '--model-kwargs', 'patch_size=0'], 'cannot be created'),
     ([TINY[0], 'out.pth', '--images', 'nowhere'], 'nowhere'),
     ([TINY[0], 'there.pth'], 'already exists'),
 ])

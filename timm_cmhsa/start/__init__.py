@@ -16,8 +16,7 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
 
 from ..analysis import eval_mode
-from ..errors import one_line
-from ..images import choose_images
+from ..images import choose_images, data_config
 from ..load import PathLike
 
 Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
@@ -64,12 +63,11 @@ def start_as_convolution(
     grid_size = _check(model, peak, kernel_size)
     started = copy.deepcopy(model)  # an error leaves the model as it was
     if isinstance(model, VisionTransformer):
-        pixels, _, _ = choose_images(images, model, NUM_IMAGES)
-        try:
-            with eval_mode(started):
-                _point_queries(started, pixels[:NUM_IMAGES], grid_size, peak, kernel_size, seed)
-        except (AssertionError, RuntimeError) as e:
-            raise ValueError(f'The model does not run on these images: {one_line(e)}') from e
+        (pixels, _, _), size = choose_images(images, model, NUM_IMAGES), data_config(model)['input_size']
+        if tuple(pixels.shape[1:]) != size or not len(pixels):
+            raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
+        with eval_mode(started):
+            _point_queries(started, pixels[:NUM_IMAGES], grid_size, peak, kernel_size, seed)
     else:
         _point_tables(started, grid_size, peak, kernel_size, seed)
     model.load_state_dict(started.state_dict())
@@ -102,6 +100,8 @@ def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
             "vit_relpos_* with rel_pos_type='bias'.")
     elif not _tables(model):
         raise ValueError(f"{name} has no table of position biases: rel_pos_type='bias', or use_rel_pos_bias=True.")
+    if not len(model.blocks):
+        raise ValueError(f'{name} has no layers.')
     grid_size: Tuple[int, int] = model.patch_embed.grid_size
     if not 1 < peak * math.prod(grid_size) < math.prod(grid_size):
         raise ValueError(f'{peak=} must be below 1, and above that of even attention, 1 / {math.prod(grid_size)}.')
@@ -149,7 +149,7 @@ def _point_queries(
                 layer.weight[:, :reserved] = 0
     embedded = model.patch_embed(images).flatten(1, -2)
     if embedded.shape[1] != math.prod(grid_size):
-        raise ValueError(f'Images of {tuple(images.shape[2:])} pixels do not have {grid_size} patches, as the model.')
+        raise ValueError(f'Images have {embedded.shape[1]} patches where the model has {grid_size}: no dynamic_img_pad.')
     length = CODE * (embedded.square().sum(dim=-1).max() / (2 * num_freqs)).sqrt()  # of cos and sin
     model.pos_embed[..., :reserved] = 0
     model.pos_embed[:, -embedded.shape[1]:, :size] = length * position_code(grid_size, num_freqs).to(length)

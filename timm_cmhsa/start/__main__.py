@@ -10,7 +10,8 @@ import torch
 from timm.utils import ParseKwargs, random_seed
 
 from ..cli import Parser, parse_options, run_command
-from ..images import read_folder
+from ..errors import one_line
+from ..images import data_config
 from ..save import check_destination, replacing
 from . import start_as_convolution
 
@@ -21,19 +22,19 @@ Write an untrained ViT of timm, with every head pointed at one of the K x K near
 
 def start(args: argparse.Namespace) -> None:
     """Create a model, point its heads and write it."""
+    if args.out.suffix not in ('.safetensors', '.pth'):
+        raise ValueError(f'{args.out} must end in .safetensors or .pth.')
+    out = check_destination(args.out, args.force)
     random_seed(args.seed)
     try:
         model = timm.create_model(args.model, **args.model_kwargs)
-    except (AssertionError, RuntimeError) as e:  # of timm's checks, and for unknown names
-        raise ValueError(str(e)) from e
-    images = None if args.images is None else read_folder(args.images, model, 32)[0]
-    start_as_convolution(model, images, args.peak, args.kernel_size, args.seed)
-    if args.out.suffix not in ('.safetensors', '.pth'):
-        raise ValueError(f'{args.out} must end in .safetensors or .pth.')
-    with replacing(check_destination(args.out, args.force), args.force) as new:
+    except Exception as e:  # timm raises anything
+        raise ValueError(f'{args.model} cannot be created: {one_line(e)}') from e
+    start_as_convolution(model, args.images, args.peak, args.kernel_size, args.seed)
+    with replacing(out, args.force) as new:
         write = safetensors.torch.save_file if new.suffix == '.safetensors' else torch.save
         write(model.state_dict(), new)
-    size = model.patch_embed.proj.weight.shape[1], *model.patch_embed.img_size
+    size = data_config(model)['input_size']
     kwargs = [f'{name}={value}' for name, value in args.model_kwargs.items() if name not in ('num_classes', 'in_chans')]
     options = shlex.join([
         *('--model', args.model, *(['--model-kwargs', *kwargs] if kwargs else []), '--input-size', *map(str, size)),

@@ -31,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', action=ParseKwargs, help='its arguments')
     add('--start', choices=['convolution'],
-        help="point the heads of an untrained ViT of timm at nearby patches, with --switch 1")
+        help='point the heads of an untrained ViT of timm at nearby patches, with --switch 1')
     add('--architecture', metavar='NAME', help='phase-2 model (default: one with soft heads)')
     add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='arguments of convert_model, such as peak=0.5')
