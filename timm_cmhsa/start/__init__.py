@@ -149,7 +149,7 @@ def _point_queries(
                 layer.weight[:, :reserved] = 0
     embedded = model.patch_embed(images).flatten(1, -2)
     if embedded.shape[1] != math.prod(grid_size):
-        raise ValueError(f'Images have {embedded.shape[1]} patches where the model has {grid_size}: no dynamic_img_pad.')
+        raise ValueError(f'Images have {embedded.shape[1]} patches, the model has {grid_size}: no dynamic_img_pad.')
     length = CODE * (embedded.square().sum(dim=-1).max() / (2 * num_freqs)).sqrt()  # of cos and sin
     model.pos_embed[..., :reserved] = 0
     model.pos_embed[:, -embedded.shape[1]:, :size] = length * position_code(grid_size, num_freqs).to(length)
