@@ -22,7 +22,7 @@ from ..load import PathLike
 Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
 
 NUM_IMAGES = 8  # to measure with
-CODE = 2.  # length of the code, relative to the longest patch embedding
+LENGTH = 2.  # of the code, relative to the longest patch embedding
 BORDER = 0.75  # score of a class token, where the patch at the offset has 1, and others in its row or column have 0.5
 MAX_GAIN = 1e4
 TOLERANCE = 0.01  # of a peak
@@ -66,8 +66,10 @@ def start_as_convolution(
         (pixels, _, _), size = choose_images(images, model, NUM_IMAGES), data_config(model)['input_size']
         if tuple(pixels.shape[1:]) != size or not len(pixels):
             raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
+        num_freqs = _num_freqs(model, max(grid_size) + kernel_size // 2)
+        offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
         with eval_mode(started):
-            _point_queries(started, pixels[:NUM_IMAGES], grid_size, peak, kernel_size, seed)
+            _point_layers(started, pixels[:NUM_IMAGES], offsets, num_freqs, peak)
     else:
         _point_tables(started, grid_size, peak, kernel_size, seed)
     model.load_state_dict(started.state_dict())
@@ -115,63 +117,70 @@ def _tables(model: nn.Module) -> List[Any]:
     return [module for module in model.modules() if getattr(module, 'relative_position_bias_table', None) is not None]
 
 
-def _point_queries(
-        model: Any,
-        images: torch.Tensor,
-        grid_size: Tuple[int, int],
-        peak: float,
-        kernel_size: int,
-        seed: int,
-) -> None:
-    """Give every patch the code of its position, and make queries and keys of all layers compare the codes.
+def _num_freqs(model: Any, num_positions: int) -> int:
+    """Return the number of frequencies of a code that tells positions in a row apart: half of a head's dimensions.
 
-    The code is in dimensions of the embedding that nothing else writes to or reads from. One more marks class tokens
-    and registers.
+    Raises:
+        ValueError: If a head has too few dimensions.
     """
-    head_dim, num_heads = model.blocks[0].attn.head_dim, model.blocks[0].attn.num_heads
-    num_freqs = max(head_dim // 8, -(-(max(grid_size) + kernel_size // 2) // 4))
+    head_dim = model.blocks[0].attn.head_dim
+    num_freqs = max(head_dim // 8, -(-num_positions // 4))
     if 4 * num_freqs >= head_dim:
         raise ValueError(
-            f'Heads of {head_dim} dimensions cannot tell {max(grid_size)} patches in a row apart: use larger patches, '
+            f'Heads of {head_dim} dimensions cannot tell {num_positions} positions in a row apart: use larger patches, '
             f'or heads of {4 * num_freqs + 1} or more.')
+    return num_freqs
+
+
+def _write_code(model: Any, images: torch.Tensor, num_freqs: int) -> int:
+    """Give every patch the code of its position, in dimensions of the embedding that nothing else writes or reads.
+
+    One more dimension marks class tokens and registers. Return the number of these dimensions.
+    """
     tokens = (getattr(model, name, None) for name in ('cls_token', 'reg_token', 'dist_token'))
     prefix, size = [token for token in tokens if token is not None], 4 * num_freqs
     reserved = size + bool(prefix)
-    writers = (layer for block in model.blocks for layer in (block.attn.proj, block.mlp.fc2))
-    for layer in (model.patch_embed.proj, *writers):
-        layer.weight[:reserved] = 0
-        if layer.bias is not None:
-            layer.bias[:reserved] = 0
+    writers = [model.patch_embed.proj]
     for block in model.blocks:
-        block.attn.qkv.weight[-num_heads * head_dim:, :reserved] = 0
+        writers += [block.attn.proj, block.mlp.fc2]
+        block.attn.qkv.weight[-block.attn.attn_dim:, :reserved] = 0  # of values
         for name, layer in block.mlp.named_children():
             if name.startswith('fc1'):
                 layer.weight[:, :reserved] = 0
-    embedded = model.patch_embed(images).flatten(1, -2)
-    if embedded.shape[1] != math.prod(grid_size):
-        raise ValueError(f'Images have {embedded.shape[1]} patches, the model has {grid_size}: no dynamic_img_pad.')
-    length = CODE * (embedded.square().sum(dim=-1).max() / (2 * num_freqs)).sqrt()  # of cos and sin
+    for layer in writers:
+        layer.weight[:reserved] = 0
+        if layer.bias is not None:
+            layer.bias[:reserved] = 0
+    code, embedded = position_code(model.patch_embed.grid_size, num_freqs), model.patch_embed(images).flatten(1, -2)
+    if embedded.shape[1] != len(code):
+        raise ValueError(f'Images have {embedded.shape[1]} patches, the model has {len(code)}: no dynamic_img_pad.')
+    longest = embedded.square().sum(dim=-1).max()
+    amplitude = LENGTH * (longest / (2 * num_freqs)).sqrt()  # of cos and sin
     model.pos_embed[..., :reserved] = 0
-    model.pos_embed[:, -embedded.shape[1]:, :size] = length * position_code(grid_size, num_freqs).to(length)
+    model.pos_embed[:, -len(code):, :size] = amplitude * code.to(amplitude)
     for token in prefix:
         token[..., :reserved] = 0
-        token[..., size] = length
-    offsets = _deal(len(model.blocks) * num_heads, kernel_size, seed)
+        token[..., size] = amplitude
+    return reserved
+
+
+def _point_layers(model: Any, images: torch.Tensor, offsets: List[Offset], num_freqs: int, peak: float) -> None:
+    """Point the heads of all layers, and let layer norms give the content the length that it has without the code."""
+    reserved, num_heads = _write_code(model, images, num_freqs), model.blocks[0].attn.num_heads
+
+    def level(norm: Any, x: torch.Tensor) -> None:
+        if getattr(norm, 'weight', None) is not None:
+            norm.weight[reserved:] /= norm(x)[..., reserved:].square().mean().sqrt()
+
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     for i, block in enumerate(model.blocks):
-        _level(block.norm1, x, reserved)
+        level(block.norm1, x)
+        tokens = block.norm1(x)
         _point_layer(
-            block.attn, block.norm1(x), offsets[i * num_heads:][:num_heads], grid_size, num_freqs, peak)
-        attended = x + block.ls1(block.attn(block.norm1(x)))
-        _level(block.norm2, attended, reserved)
+            block.attn, tokens, offsets[i * num_heads:][:num_heads], model.patch_embed.grid_size, num_freqs, peak)
+        level(block.norm2, x + block.ls1(block.attn(tokens)))
         x = block(x)
-    _level(model.norm, x, reserved)
-
-
-def _level(norm: Any, x: torch.Tensor, reserved: int) -> None:
-    """Let a layer norm give the dimensions beside the code the length that they would have without it."""
-    if getattr(norm, 'weight', None) is not None:
-        norm.weight[reserved:] /= norm(x)[..., reserved:].square().mean().sqrt()
+    level(model.norm, x)
 
 
 def _point_layer(
