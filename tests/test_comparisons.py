@@ -19,14 +19,18 @@ import table1
 import table1_cifar100
 import thin_heads
 import torch
+import vit_starts as starts
 from common.images import digits, photos
+from common.queue import run_queue
 from common.report import spread
 from common.rows import ATTN, CMHSA3, CMHSA5, ROWS, TUNING_SIZE, choose_rates, plan, to_attention
 from common.runs import Run, create, do, read_results, run_all
 from natural_images import DRAWN, SHORT, SOFT, make_rows
 from PIL import Image
+from timm.utils import random_seed
 
 import timm_cmhsa
+from timm_cmhsa import attention_maps, head_statistics
 
 ROOT = Path(__file__).parents[1]
 EXPERIMENTS = ROOT / 'experiments'
@@ -380,6 +384,38 @@ def test_photos_are_split_without_overlap(tmp_path):
     for numbers in ((40, 10), (20, 1)):
         with pytest.raises(ValueError, match='has 20 training images of a class, where'):
             photos(tmp_path, numbers[0], 0, tmp_path / 'all', numbers[1])
+
+
+def add_one(name, seed, data_dir, output):
+    """A run that leaves a mark."""
+    with (output / 'done').open('a') as file:
+        file.write(name)
+    return [name, seed, int(seed) + 1]
+
+
+def test_a_queue_does_every_run_once(tmp_path):
+    write_photos(tmp_path / 'data', num_train=20)
+    args = argparse.Namespace(
+        results=tmp_path / 'results.csv', output=tmp_path, images=20, seeds=1, data_dir=tmp_path / 'data', workers=1)
+    for names in 'ab', 'abc':
+        run_queue(args, [(name, 0) for name in names], add_one, ('name', 'seed', 'sum'), held_out=10)
+    assert (tmp_path / 'done').read_text() == 'abc'
+    assert args.results.read_text() == 'name,seed,sum\na,0,1\nb,0,1\nc,0,1\n'
+
+
+def test_starts_of_a_stock_vit():
+    """Those of others look where their papers say."""
+    images = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    offsets = {}
+    for name in starts.STARTS:
+        random_seed(0)
+        model = starts.vit_photos(start=name, img_size=32, num_classes=10)
+        maps = next(iter(attention_maps(model, images).values()))
+        offsets[name] = [head.best_offset for head in head_statistics(maps) if head.best_weight > 0.3]
+    assert offsets['timm'] == []
+    assert offsets['mimetic'] == 3 * [(0, 0)]
+    assert offsets['structured'] == [(0, 0), (-1, 0), (0, 1)]
+    assert all(len(set(heads)) == 3 for name, heads in offsets.items() if 'convolution' in name)
 
 
 def write_photos(folder, num_train):

@@ -1,4 +1,4 @@
-"""Draw the attention of an untrained ViT with timm's start and as a convolution: python experiments/start_maps.py"""
+"""Draw the attention of a ViT before training, by both starts: python experiments/vit_start_maps.py"""
 import argparse
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from timm_cmhsa.plots import attention_figure, attention_from
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument('--model', default='vit_tiny_patch16_224', help='(default: %(default)s)')
-    parser.add_argument('--output', type=Path, default=Path('output/start_maps.png'), help='(default: %(default)s)')
+    parser.add_argument('--output', type=Path, default=Path('output/vit_start_maps.png'), help='(default: %(default)s)')
     args = parser.parse_args()
     random_seed(0)
     model = timm.create_model(args.model)

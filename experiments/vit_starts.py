@@ -1,4 +1,4 @@
-"""Compare starts of a stock ViT on few photos: python experiments/start.py --data-dir DIR
+"""Compare starts of a stock ViT on few photos: python experiments/vit_starts.py --data-dir DIR
 
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
 CIFAR-10. Every run trains timm's vit_tiny, with 6 layers and 8 x 8 patches, for 50 epochs on --images of them, and is
@@ -118,12 +118,12 @@ def do(start: str, lr: float, images: int, seed: int, data_dir: Path, output: Pa
 
 
 def main() -> None:
-    parser = make_parser(__doc__, 'start', seeds=3)
+    parser = make_parser(__doc__, 'vit_starts', seeds=3)
     add = parser.add_argument
     add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--starts', nargs='+', choices=STARTS, default=list(STARTS), metavar='START', help='(default: all)')
     add('--lrs', nargs='+', type=positive_float, default=[0.001, 0.0005, 0.002], metavar='LR', help='(%(default)s)')
-    add_queue(parser, 'start')
+    add_queue(parser, 'vit_starts')
     args = parser.parse_args()
     runs = [(start, lr, args.images, seed) for seed in range(args.seeds) for lr in args.lrs for start in args.starts]
     run_queue(args, runs, do, COLUMNS, HELD_OUT)
