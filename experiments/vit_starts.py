@@ -80,19 +80,11 @@ def structured(model: Any, embed_gain: float = 18., gain: float = 7.) -> None:
         set_values(attn)
 
 
-def with_values(model: Any) -> None:
-    """Start as a convolution with the values of the other starts."""
-    for block in model.blocks:
-        set_values(block.attn)
-    timm_cmhsa.start_as_convolution(model)
-
-
 STARTS: Dict[str, Callable[[Any], Any]] = {
     'timm': lambda model: model,
     'mimetic': mimetic,
     'structured': structured,
     **{f'convolution, peak {peak}': partial(timm_cmhsa.start_as_convolution, peak=peak) for peak in (0.75, 0.5, 0.9)},
-    'convolution, mimetic values': with_values,
     'convolution, K = 5': partial(timm_cmhsa.start_as_convolution, kernel_size=5),
 }
 

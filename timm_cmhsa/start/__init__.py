@@ -23,6 +23,7 @@ Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
 
 NUM_IMAGES = 8  # to measure with
 LENGTH = 2.  # of the code, relative to the longest patch embedding
+VALUES = 0.4  # size of values times output projection
 BORDER = 0.75  # score of a class token, where the patch at the offset has 1, and others in its row or column have 0.5
 MAX_GAIN = 1e4
 TOLERANCE = 0.01  # of a peak
@@ -44,7 +45,8 @@ def start_as_convolution(
     Models with tables of relative position biases (BEiT, `vit_relpos_*` with `rel_pos_type='bias'`) get the heads of
     Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, wherever the patch lies in the image. In
     a `VisionTransformer`, half of a head's dimensions compare positions, and `peak` is the mean over the heads of a
-    layer. If queries have a bias, class tokens take the weight of a patch outside the image.
+    layer. If queries have a bias, class tokens take the weight of a patch outside the image. The product of values and
+    output projection is near a negative identity, as in the mimetic initialization, arXiv 2305.09828.
 
     Args:
         model: A `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
@@ -68,6 +70,7 @@ def start_as_convolution(
             raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
         num_freqs = _num_freqs(model, max(grid_size) + kernel_size // 2)
         offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
+        _write_values(started, seed)
         with eval_mode(started):
             _point_layers(started, pixels[:NUM_IMAGES], offsets, num_freqs, peak)
     else:
@@ -162,6 +165,21 @@ def _write_code(model: Any, images: torch.Tensor, num_freqs: int) -> int:
         token[..., :reserved] = 0
         token[..., size] = amplitude
     return reserved
+
+
+def _write_values(model: Any, seed: int) -> None:
+    """Make the product of values and output projection near a negative identity, as in arXiv 2305.09828.
+
+    Layers of trained ViTs look like that, and learn faster from there.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for attn in (block.attn for block in model.blocks):
+        dim = attn.qkv.in_features
+        product = torch.randn(dim, dim, generator=generator) * VALUES / math.sqrt(dim) - VALUES * torch.eye(dim)
+        u, s, vh = torch.linalg.svd(product)
+        rank = min(dim, attn.attn_dim)
+        attn.qkv.weight[-attn.attn_dim:][:rank] = (u[:, :rank] * s[:rank].sqrt()).t().to(attn.qkv.weight)
+        attn.proj.weight[:, :rank] = (vh[:rank].t() * s[:rank].sqrt()).to(attn.proj.weight)
 
 
 def _point_layers(model: Any, images: torch.Tensor, offsets: List[Offset], num_freqs: int, peak: float) -> None:
