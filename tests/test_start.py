@@ -251,6 +251,6 @@ def test_trainer_starts_as_a_convolution(tmp_path):
     model.load_state_dict(torch.load(tmp_path / 'checkpoints/phase1.pth.tar')['state_dict'])
     heads = [head for layer in statistics(model).values() for head in layer]
     assert len({head.best_offset for head in heads}) == 9
-    assert min(head.best_weight for head in heads) > 0.5
+    assert min(head.best_weight for head in heads) > 0.1  # on noise; 0.75 on digits, and even attention has 0.02
     assert results['top1'] > 0
     assert (tmp_path / 'attention.png').exists()
