@@ -22,7 +22,7 @@ from ..load import PathLike
 Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
 
 NUM_IMAGES = 8  # to measure with
-LENGTH = 2.  # of the code, relative to the longest patch embedding
+LENGTH = 2.  # of the code, relative to the content of tokens in the layer where that is longest
 VALUES = 0.4  # size of values times output projection
 BORDER = 0.75  # score of a class token, where the patch at the offset has 1, and others in its row or column have 0.5
 MAX_GAIN = 1e4
@@ -45,8 +45,8 @@ def start_as_convolution(
     Models with tables of relative position biases (BEiT, `vit_relpos_*` with `rel_pos_type='bias'`) get the heads of
     Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, wherever the patch lies in the image. In
     a `VisionTransformer`, half of a head's dimensions compare positions, and `peak` is the mean over the heads of a
-    layer. If queries have a bias, class tokens take the weight of a patch outside the image. The product of values and
-    output projection is near a negative identity, as in the mimetic initialization, arXiv 2305.09828.
+    layer; class tokens take the weight of a patch outside the image. The product of values and output projection is
+    near a negative identity, as in the mimetic initialization, arXiv 2305.09828.
 
     Args:
         model: A `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
@@ -71,8 +71,20 @@ def start_as_convolution(
         num_freqs = _num_freqs(model, max(grid_size) + kernel_size // 2)
         offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
         _write_values(started, seed)
+        prefix = any(getattr(model, name, None) is not None for name in ('cls_token', 'reg_token', 'dist_token'))
+        reserved = 4 * num_freqs + 2 * prefix
+        _reserve(started, reserved)
         with eval_mode(started):
-            _point_layers(started, pixels[:NUM_IMAGES], offsets, num_freqs, peak)
+            longest = started.patch_embed(pixels[:NUM_IMAGES]).square().sum(dim=-1).mean().sqrt()
+            for _ in range(2):  # the first measures how long the content gets
+                _write_code(started, num_freqs, reserved, LENGTH * longest)
+                longest, weights = _point_layers(
+                    started, pixels[:NUM_IMAGES], offsets, num_freqs, reserved, peak)
+        worst = max(weights, key=lambda weight: abs(weight - peak))
+        if not abs(worst - peak) < TOLERANCE:
+            raise ValueError(
+                f'Heads have a weight of {worst:.2f} on their patches where {peak=} was asked for: use another peak, '
+                'other images, or float32.')
     else:
         _point_tables(started, grid_size, peak, kernel_size, seed)
     model.load_state_dict(started.state_dict())
@@ -97,6 +109,8 @@ def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
                 raise ValueError(f'{name} normalizes queries and keys, so that they lose their lengths: qk_norm=False.')
         if model.pos_embed is None:
             raise ValueError(f"{name} has no position embedding for a head to find a patch by: pos_embed='learn'.")
+        if getattr(model.patch_embed, 'dynamic_img_pad', False):
+            raise ValueError(f'{name} pads images to a number of patches that varies: dynamic_img_pad=False.')
         if not hasattr(model.patch_embed.proj, 'weight'):
             raise ValueError(f'{name} has no projection of patches: use a model without a backbone before its tokens.')
     elif not isinstance(model, (VisionTransformerRelPos, Beit)):
@@ -135,14 +149,8 @@ def _num_freqs(model: Any, num_positions: int) -> int:
     return num_freqs
 
 
-def _write_code(model: Any, images: torch.Tensor, num_freqs: int) -> int:
-    """Give every patch the code of its position, in dimensions of the embedding that nothing else writes or reads.
-
-    One more dimension marks class tokens and registers. Return the number of these dimensions.
-    """
-    tokens = (getattr(model, name, None) for name in ('cls_token', 'reg_token', 'dist_token'))
-    prefix, size = [token for token in tokens if token is not None], 4 * num_freqs
-    reserved = size + bool(prefix)
+def _reserve(model: Any, reserved: int) -> None:
+    """Keep everything but layer norms, queries and keys from writing or reading the first dimensions of tokens."""
     writers = [model.patch_embed.proj]
     for block in model.blocks:
         writers += [block.attn.proj, block.mlp.fc2]
@@ -154,17 +162,23 @@ def _write_code(model: Any, images: torch.Tensor, num_freqs: int) -> int:
         layer.weight[:reserved] = 0
         if layer.bias is not None:
             layer.bias[:reserved] = 0
-    code, embedded = position_code(model.patch_embed.grid_size, num_freqs), model.patch_embed(images).flatten(1, -2)
-    if embedded.shape[1] != len(code):
-        raise ValueError(f'Images have {embedded.shape[1]} patches, the model has {len(code)}: no dynamic_img_pad.')
-    longest = embedded.square().sum(dim=-1).max()
-    amplitude = LENGTH * (longest / (2 * num_freqs)).sqrt()  # of cos and sin
+    for norm in (model.norm, model.fc_norm):  # before the head
+        if getattr(norm, 'weight', None) is not None:
+            norm.weight[:reserved] = 0
+
+
+def _write_code(model: Any, num_freqs: int, reserved: int, length: torch.Tensor) -> None:
+    """Give every patch the code of its position, and of this length. Mark class tokens and registers, and patches."""
+    size, code = 4 * num_freqs, position_code(model.patch_embed.grid_size, num_freqs)
+    amplitude = length / math.sqrt(2 * num_freqs)  # of cos and sin
+    patches = model.pos_embed[:, -len(code):]
     model.pos_embed[..., :reserved] = 0
-    model.pos_embed[:, -len(code):, :size] = amplitude * code.to(amplitude)
-    for token in prefix:
-        token[..., :reserved] = 0
-        token[..., size] = amplitude
-    return reserved
+    patches[..., :size] = amplitude * code.to(amplitude)
+    patches[..., size + 1:reserved] = amplitude
+    for token in (getattr(model, name, None) for name in ('cls_token', 'reg_token', 'dist_token')):
+        if token is not None:
+            token[..., :reserved] = 0
+            token[..., size] = amplitude
 
 
 def _write_values(model: Any, seed: int) -> None:
@@ -182,23 +196,36 @@ def _write_values(model: Any, seed: int) -> None:
         attn.proj.weight[:, :rank] = (vh[:rank].t() * s[:rank].sqrt()).to(attn.proj.weight)
 
 
-def _point_layers(model: Any, images: torch.Tensor, offsets: List[Offset], num_freqs: int, peak: float) -> None:
-    """Point the heads of all layers, and let layer norms give the content the length that it has without the code."""
-    reserved, num_heads = _write_code(model, images, num_freqs), model.blocks[0].attn.num_heads
+def _point_layers(
+        model: Any,
+        images: torch.Tensor,
+        offsets: List[Offset],
+        num_freqs: int,
+        reserved: int,
+        peak: float,
+) -> Tuple[torch.Tensor, List[torch.Tensor]]:
+    """Point the heads of all layers, and let layer norms give the content the length that it has without the code.
 
-    def level(norm: Any, x: torch.Tensor) -> None:
+    Return the length of the content in the layer where it is longest, and the mean weight in every layer.
+    """
+    num_heads, lengths, weights = model.blocks[0].attn.num_heads, [], []
+
+    def level(norm: Any, x: torch.Tensor) -> torch.Tensor:
+        lengths.append(x[..., reserved:].square().sum(dim=-1).mean().sqrt())
         if getattr(norm, 'weight', None) is not None:
             norm.weight[reserved:] /= norm(x)[..., reserved:].square().mean().sqrt()
+        return norm(x)
 
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     for i, block in enumerate(model.blocks):
-        level(block.norm1, x)
-        tokens = block.norm1(x)
-        _point_layer(
-            block.attn, tokens, offsets[i * num_heads:][:num_heads], model.patch_embed.grid_size, num_freqs, peak)
+        tokens = level(block.norm1, x)
+        weights.append(_point_layer(
+            block.attn, tokens, offsets[i * num_heads:][:num_heads], model.patch_embed.grid_size, num_freqs, peak))
         level(block.norm2, x + block.ls1(block.attn(tokens)))
         x = block(x)
-    level(model.norm, x)
+    longest = torch.stack(lengths).max()
+    level(model.fc_norm, model.pool(level(model.norm, x)))
+    return longest, weights
 
 
 def _point_layer(
@@ -208,45 +235,38 @@ def _point_layer(
         grid_size: Tuple[int, int],
         num_freqs: int,
         peak: float,
-) -> None:
-    """Point the heads of a layer, given its input.
+) -> torch.Tensor:
+    """Point the heads of a layer, given its input, and return their mean weight on the patch there.
 
     Keys are the position codes, and queries are codes moved by the head's offset. The gain of both is such that the
-    mean weight on the patch there is `peak`.
+    weight is `peak`, if there is one.
     """
     prefix, size = tokens.shape[1] - math.prod(grid_size), 4 * num_freqs
     heads = attn.num_heads, attn.head_dim
     weights = attn.qkv.weight.view(3, *heads, -1)[:2]  # of queries and keys
-    coded = [weights[:, :, :size + 1]]  # to be scaled by the gain
-    weights[:, :, :size + 1] = 0
-    weights[0, :, :size, :size] = torch.stack([rotation(offset, num_freqs) for offset in offsets]).to(weights)
-    weights[1, :, :size, :size] = torch.eye(size).to(weights)
+    coded = weights[:, :, :size + 1]  # to be scaled by the gain
+    coded[:] = 0
+    coded[0, :, :size, :size] = torch.stack([rotation(offset, num_freqs) for offset in offsets]).to(coded)
+    coded[1, :, :size, :size] = torch.eye(size).to(coded)
     if attn.qkv.bias is not None:
-        biases = attn.qkv.bias.view(3, *heads)[:2]
-        coded.append(biases[:, :, :size + 1])
-        biases[:, :, :size + 1] = 0
-        if prefix:
-            score, mark = tokens[:, prefix:, :size].square().sum(-1).mean(), tokens[:, :prefix, size].mean()
-            weights[1, :, size, size] = 1
-            biases[0, :, size] = BORDER * score / mark
-            weights[0, :, size, size] = -BORDER * score / mark ** 2  # class tokens look at all patches evenly
+        attn.qkv.bias.view(3, *heads)[:2, :, :size + 1] = 0
+    if prefix:  # patches have a query for class tokens, which have none and look at all patches evenly
+        marks = tokens[:, prefix:, size + 1].mean() / tokens[:, :prefix, size].mean()
+        coded[0, :, size, size + 1] = BORDER * 2 * num_freqs * marks
+        coded[1, :, size, size] = 1
     q, k, _ = attn.qkv(tokens).float().unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
     q, k = q[:, :, prefix:] * attn.scale, k.transpose(-2, -1)
     by_position = q[..., :size + 1] @ k[..., :size + 1, :]
     by_content = q[..., size + 1:] @ k[..., size + 1:, :]
     patch, is_inside = (each.to(tokens.device) for each in _patches_at(offsets, grid_size))
     low, high = 1 / MAX_GAIN, MAX_GAIN
-    for _ in range(25):  # bisection, of the logarithm
+    for _ in range(16):  # bisection, of the logarithm
         gain = math.sqrt(low * high)
         attention = (gain * by_position + by_content).softmax(dim=-1)[..., prefix:]
         weight = attention.gather(-1, patch.expand(len(tokens), -1, -1).unsqueeze(-1)).squeeze(-1)[:, is_inside].mean()
         low, high = (gain, high) if weight < peak else (low, gain)
-    if not abs(weight - peak) < TOLERANCE:
-        raise ValueError(
-            f'Heads have a weight of {weight:.2f} on their patches where {peak=} was asked for: use another peak, '
-            'other images, or float32.')
-    for each in coded:
-        each *= math.sqrt(gain)
+    coded *= math.sqrt(gain)
+    return weight
 
 
 def _patches_at(offsets: List[Offset], grid_size: Tuple[int, int]) -> Tuple[torch.Tensor, torch.Tensor]:
