@@ -172,6 +172,7 @@ def test_again_after_a_change_of_the_size(case):
     ('vit_relpos_small_patch16_224', {}, {}, "rel_pos_type='bias'"),
     ('vit_tiny_patch16_224', dict(num_heads=24), {}, 'Heads of 8 dimensions'),
     ('vit_base_mci_224', {}, {}, 'no projection of patches'),
+    ('vit_tiny_patch16_224', dict(dynamic_img_pad=True), {}, 'dynamic_img_pad=False'),
     ('vit_tiny_patch16_224', {}, dict(peak=1.), 'must be below 1'),
     ('vit_tiny_patch16_224', {}, dict(peak=0.004), 'above that of even attention'),
     ('vit_tiny_patch16_224', {}, dict(kernel_size=4), 'odd'),
@@ -254,3 +255,6 @@ def test_trainer_starts_as_a_convolution(tmp_path):
     assert min(head.best_weight for head in heads) > 0.1  # on noise; 0.75 on digits, and even attention has 0.02
     assert results['top1'] > 0
     assert (tmp_path / 'attention.png').exists()
+    loaded = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True)
+    for key, tensor in model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[key], tensor)

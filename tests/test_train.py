@@ -366,6 +366,8 @@ def missing(root):
     (None, dict(model='nonsense'), 'nonsense is not a model of timm'),
     (None, dict(model='resnet18'), 'got ResNet. --switch 1 trains resnet18 alone'),
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
+    (None, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
+    (None, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
     (None, dict(switch=0), '--switch 0 must be above 0 and at most 1'),
     (None, dict(ema=2), '--ema 2 must be at least 0 and at most 1'),
     (None, dict(mixup=-1), '--mixup -1 must be at least 0'),
@@ -418,8 +420,12 @@ def test_large_seeds_and_digits_with_other_models(tmp_path):
         results = train_two_phases(
             output=tmp_path / str(len(options)), seed=20_261_124, epochs=2, device='cpu', **options)
         assert results['num_train'] == 400
-    assert not (tmp_path / '2' / 'model').exists()
-    assert 'local-dir:' not in (tmp_path / '2' / 'results.md').read_text()
+    folder = tmp_path / '2' / 'model'
+    loaded = timm.create_model(f'local-dir:{folder}', pretrained=True).state_dict()
+    trained = torch.load(tmp_path / '2' / 'checkpoints' / 'phase1.pth.tar')['state_dict']
+    assert all(tensor.equal(loaded[name]) for name, tensor in trained.items())
+    assert f"timm.create_model('local-dir:{folder}'" in (tmp_path / '2' / 'results.md').read_text()
+    assert len(json.loads((folder / 'config.json').read_text())['label_names']) == 10
 
 
 def test_split_names_can_be_classes_and_hidden_folders_are_none(photos, tmp_path):

@@ -16,7 +16,7 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
 
 from ..analysis import eval_mode
-from ..images import choose_images, data_config
+from ..images import choose_images, data_config, evenly_spaced
 from ..load import PathLike
 
 Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
@@ -69,17 +69,17 @@ def start_as_convolution(
         if tuple(pixels.shape[1:]) != size or not len(pixels):
             raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
         num_freqs = _num_freqs(model, max(grid_size) + kernel_size // 2)
+        pixels = pixels[evenly_spaced(len(pixels), NUM_IMAGES)]
         offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
         _write_values(started, seed)
         prefix = any(getattr(model, name, None) is not None for name in ('cls_token', 'reg_token', 'dist_token'))
         reserved = 4 * num_freqs + 2 * prefix
         _reserve(started, reserved)
         with eval_mode(started):
-            longest = started.patch_embed(pixels[:NUM_IMAGES]).square().sum(dim=-1).mean().sqrt()
+            longest = started.patch_embed(pixels).square().sum(dim=-1).mean().sqrt()
             for _ in range(2):  # the first measures how long the content gets
                 _write_code(started, num_freqs, reserved, LENGTH * longest)
-                longest, weights = _point_layers(
-                    started, pixels[:NUM_IMAGES], offsets, num_freqs, reserved, peak)
+                longest, weights = _point_layers(started, pixels, offsets, num_freqs, reserved, peak)
         worst = max(weights, key=lambda weight: abs(weight - peak))
         if not abs(worst - peak) < TOLERANCE:
             raise ValueError(

@@ -11,16 +11,18 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.utils import accuracy, init_distributed_device, random_seed
 from torch import nn
 
 from ..convert import convert_model
-from ..errors import one_line
+from ..errors import CheckpointError, one_line
 from ..hub import save_for_hub
 from ..images import data_config
 from ..load import PathLike
 from ..models import Cmhsa
+from ..save import replacing
 from ..start import start_as_convolution
 from .data import Data, open_dataset, open_digits, open_folder
 from .options import add_options, check_options, choose_options, fingerprint
@@ -104,6 +106,8 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
                 each.judged, args.output / name, force=True, label_names=data.class_names,
                 results={'Top-1': round(results[top1], 2)},
                 details={'Training': f'{len(data.train)} images, validated on {len(targets)} others'})
+    if not isinstance(final.model, Cmhsa):
+        _save_for_timm(final.judged, args.output / 'model', args.model_kwargs, data.class_names)
     if 'test' in trainer.loaders:
         models = {**{title: each.judged for title, each in trained.items()}, 'converted': converted}
         results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items() if model}
@@ -170,6 +174,20 @@ def _note_options(args: argparse.Namespace) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')
         path.with_suffix('.part').replace(path)
+
+
+def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_names: List[str]) -> None:
+    """Write a stock model for `timm.create_model('local-dir:FOLDER', pretrained=True)`, if that gives it back."""
+    if folder.exists():  # of a run that was finished before
+        return
+    try:
+        with replacing(folder, force=False) as new:
+            save_for_hf(model, str(new), {'label_names': label_names}, model_args, safe_serialization=True)
+            loaded = timm.create_model(f'local-dir:{new}', pretrained=True).state_dict()
+            if any(not tensor.cpu().equal(loaded[name]) for name, tensor in model.state_dict().items()):
+                raise CheckpointError('The weights are others.')
+    except Exception as e:  # timm raises anything, for a model that has another form than its name
+        print(f'The model is only in checkpoints, as timm cannot load it by its name: {one_line(e)}')
 
 
 def _compare(name: str, model: nn.Module, trainer: Trainer, final: Trained) -> Trained:

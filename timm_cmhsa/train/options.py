@@ -81,6 +81,9 @@ def check_options(args: argparse.Namespace) -> None:
     for name in filter(None, (args.model, *args.compare)):
         if not timm.is_model(name):
             raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
+    for name, instead in dict(img_size='--img-size', seed='--seed', num_classes='the folders').items():
+        if name in (args.model_kwargs or {}):
+            raise ValueError(f'--model-kwargs {name} is given by {instead}: leave it out.')
 
 
 def choose_options(args: argparse.Namespace, data: Data) -> List[str]:

@@ -10,6 +10,7 @@ from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
 from torch import nn
 
+from ..load import is_ours
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
 from .trainer import Point
 
@@ -21,6 +22,12 @@ import timm, timm_cmhsa, timm_cmhsa.plots
 model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
 timm_cmhsa.plots.plot_attention(model, '{folder}/attention', 'PHOTOS')  # look at it, on a folder of images
 timm_cmhsa.push_to_hub(model, 'USER/NAME')  # publish it
+```'''
+LOAD_STOCK = '''```python
+import timm
+
+model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
+timm.models.push_to_hf_hub(model, 'USER/NAME')  # publish it
 ```'''
 
 
@@ -65,7 +72,8 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     if 'test' in results:
         tested = ', '.join(f'{title} {top1:.2f}' for title, top1 in results['test'].items())
         lines += ['', f'Top-1 on the test images, %: {tested}.']
-    load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
+    load = LOAD if is_ours(results['options']['model']) else LOAD_STOCK
+    load = load.format(folder=output) if (output / 'model').is_dir() else ''
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen:', '']
     return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])
 

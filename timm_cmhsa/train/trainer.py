@@ -17,6 +17,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3, NativeScaler, accuracy, distribute_bn, random_seed, reduce_tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Subset
 from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
 from torchvision.transforms.v2 import RGB
 from tqdm import tqdm
@@ -106,6 +107,8 @@ class Trainer:
             self.loss_fn = SoftTargetCrossEntropy()
         for loader in (self.loader, *self.loaders.values()):
             loader.dataset.transform.transforms.insert(0, Grayscale() if size[0] == 1 else RGB())
+        drawn = Subset(data.validation, evenly_spaced(len(data.validation), NUM_DRAWN))
+        self.drawn = create_loader(drawn, batch_size=NUM_DRAWN, **{**common, 'num_workers': 0})
         self.writer: Any = None
         if args.log is not None and args.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -252,7 +255,4 @@ class Trainer:
 
     def images(self) -> torch.Tensor:
         """Return some validation images, as the models get them: shape (B, C, H, W)."""
-        loader = self.loaders['validation']
-        each = -(-NUM_DRAWN // len(loader))
-        images = torch.cat([images[evenly_spaced(len(images), each)] for images, _ in loader])
-        return images[:NUM_DRAWN].to(self.device)
+        return next(iter(self.drawn))[0].to(self.device)
