@@ -90,6 +90,16 @@ def test_the_peak_is_that_on_images_whose_patches_differ_in_contrast(peak, dtype
         assert sum(head.best_weight for head in layer) / 3 == pytest.approx(peak, abs=0.02)
 
 
+def test_the_code_is_long_enough_for_deep_models():
+    model, contrast = create((TINY[0], dict(SMALL, depth=12))), torch.linspace(0.1, 3, 8).view(8, 1, 1, 1)
+    images = contrast * noise(model, 8)
+    for layer in statistics(start_as_convolution(model, images, peak=0.99), images).values():
+        assert sum(head.best_weight for head in layer) / 3 == pytest.approx(0.99, abs=0.02)
+    for tokens in model.forward_intermediates(images, intermediates_only=True, norm=False):
+        code, content = (part.square().sum(dim=1).mean().sqrt() for part in (tokens[:, :32], tokens[:, 34:]))
+        assert code > 1.5 * content
+
+
 @pytest.mark.parametrize('offset', [-1, 1])
 def test_no_head_looks_at_the_opposite_border(offset):
     """A grid of 32 patches would have the period of 8 frequencies."""
@@ -112,7 +122,7 @@ def test_the_code_survives_whatever_the_image(name):
     torch.testing.assert_close(first[:32].flatten(1).t() / model.pos_embed.max(), code)
 
 
-@pytest.mark.parametrize('case', [VITS[name] for name in ('class token', 'registers', 'distilled')])
+@pytest.mark.parametrize('case', [VITS[name] for name in ('class token', 'registers', 'distilled', 'no biases')])
 def test_class_tokens_look_evenly_and_serve_the_border(case):
     model = start_as_convolution(create(case))
     layer = model.blocks[1].attn
