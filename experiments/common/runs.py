@@ -22,6 +22,7 @@ from tqdm import tqdm
 import timm_cmhsa
 from timm_cmhsa import attention_maps, head_statistics, load_model
 from timm_cmhsa.images import choose_images
+from timm_cmhsa.models import Cmhsa
 from timm_cmhsa.rel_pos import RelPosTable
 from timm_cmhsa.train import create_model, train_two_phases
 
@@ -185,8 +186,9 @@ def train(run: Run, output: Path) -> Tuple[Dict[str, Any], Optional[nn.Module], 
     call = run.call(output)
     models: List[nn.Module] = []
     if run.after is None:
-        results, folder = train_two_phases(**call), call['output'] / 'model'
-        return (results, create(run), load_model(folder)) if folder.is_dir() else (results, None, None)
+        results, model = train_two_phases(**call), create(run)
+        is_ours = isinstance(model, Cmhsa)
+        return (results, model, load_model(call['output'] / 'model')) if is_ours else (results, None, None)
     share_phase1(run.after.checkpoint(output), call['output'] / 'checkpoints')
 
     def rewrite(model: nn.Module) -> nn.Module:

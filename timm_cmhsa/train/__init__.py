@@ -182,7 +182,8 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
         return
     try:
         with replacing(folder, force=False) as new:
-            save_for_hf(model, str(new), {'label_names': label_names}, model_args, safe_serialization=True)
+            config = {'label_names': label_names, 'pretrained_cfg': data_config(model)}
+            save_for_hf(model, str(new), config, model_args, safe_serialization=True)
             loaded = timm.create_model(f'local-dir:{new}', pretrained=True).state_dict()
             if any(not tensor.cpu().equal(loaded[name]) for name, tensor in model.state_dict().items()):
                 raise CheckpointError('The weights are others.')
