@@ -183,6 +183,8 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
     try:
         with replacing(folder, force=False) as new:
             config = {'label_names': label_names, 'pretrained_cfg': data_config(model)}
+            if hasattr(getattr(model, 'patch_embed', None), 'img_size'):  # timm 1.0.26 takes that of the name
+                model_args = {**model_args, 'img_size': model.patch_embed.img_size}
             save_for_hf(model, str(new), config, model_args, safe_serialization=True)
             loaded = timm.create_model(f'local-dir:{new}', pretrained=True).state_dict()
             if any(not tensor.cpu().equal(loaded[name]) for name, tensor in model.state_dict().items()):
