@@ -72,8 +72,7 @@ def start_as_convolution(
         pixels = pixels[evenly_spaced(len(pixels), NUM_IMAGES)]
         offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
         _write_values(started, seed)
-        prefix = any(getattr(model, name, None) is not None for name in ('cls_token', 'reg_token', 'dist_token'))
-        reserved = 4 * num_freqs + 2 * prefix
+        reserved = 4 * num_freqs + 2 * bool(model.num_prefix_tokens)  # two mark patches and other tokens
         _reserve(started, reserved)
         with eval_mode(started):
             longest = started.patch_embed(pixels).square().sum(dim=-1).mean().sqrt()
