@@ -17,6 +17,7 @@ from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3, NativeScaler, accuracy, distribute_bn, random_seed, reduce_tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import convert_conv2d_weight_memory_format
 from torch.utils.data import Subset
 from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
 from torchvision.transforms.v2 import RGB
@@ -140,7 +141,7 @@ class Trainer:
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
         keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
-        model.to(self.device)
+        convert_conv2d_weight_memory_format(model.to(self.device), torch.channels_last)  # a stem is a fifth faster
         forward = torch.compile(model) if args.compile else model
         optimizer = self._optimizer(model, before)
         scheduler, _ = create_scheduler_v2(
@@ -178,6 +179,8 @@ class Trainer:
                 progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
         if keeps_best and args.rank == 0:
             state.load(path.with_stem(f'{name}-best.pth'))
+        for each in (model, state.judged):
+            convert_conv2d_weight_memory_format(each, torch.contiguous_format)  # as safetensors needs it
         return state
 
     def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
