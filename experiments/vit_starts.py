@@ -25,7 +25,7 @@ import timm_cmhsa
 from timm_cmhsa.train import train_two_phases
 
 HELD_OUT = 1000  # images
-PEAKS = 0.35, 0.5, 0.75, 0.25, 0.9
+PEAKS = 0.35, 0.2, 0.5, 0.75, 0.9
 COLUMNS = 'start', 'lr', 'images', 'seed', 'epochs', 'seconds', 'train_loss', 'top1', 'test_top1'
 
 

@@ -108,10 +108,10 @@ def workplace(tmp_path, monkeypatch):
             (tmp_path / 'DIR' / split / name).mkdir(parents=True)
             Image.linear_gradient('L').convert('RGB').save(tmp_path / 'DIR' / split / name / '1.png')
     (tmp_path / 'PHOTOS').symlink_to('DIR')
-    (tmp_path / 'output' / 'two_phases').mkdir()
-    timm_cmhsa.save_for_hub(
-        timm.create_model('test_cmhsa_attn', num_classes=3), tmp_path / 'output' / 'two_phases' / 'model',
-        label_names=['cat', 'dog', 'horse'])
+    (tmp_path / 'OUT').mkdir()
+    model = timm.create_model('test_cmhsa_conv_k3', num_classes=3)
+    for name, each in (('model', model), ('converted', timm_cmhsa.convert_model(model))):
+        timm_cmhsa.save_for_hub(each, tmp_path / 'OUT' / name, label_names=['cat', 'dog', 'horse'])
     (tmp_path / 'labels.txt').write_text('cat\ndog\nhorse\n')
     (tmp_path / 'results.json').write_text('{"top1": 96.7, "top5": 99.9}')
     monkeypatch.chdir(tmp_path)

@@ -10,7 +10,7 @@ from timm.utils import random_seed
 from timm_cmhsa import attention_maps, head_statistics, start_as_convolution
 from timm_cmhsa.images import data_config
 from timm_cmhsa.plots import plot_attention
-from timm_cmhsa.start import position_code, rotation
+from timm_cmhsa.start import basis, position_code, rotation
 from timm_cmhsa.train import train_two_phases
 
 SMALL = dict(img_size=32, patch_size=4, depth=3, num_classes=10)
@@ -26,6 +26,7 @@ VITS = {
     'no biases': (TINY[0], dict(SMALL, qkv_bias=False, proj_bias=False)),
     'gated MLP, RMS norm': (TINY[0], dict(SMALL, mlp_layer=SwiGLU, norm_layer=RmsNorm)),
     'gray': (TINY[0], dict(SMALL, in_chans=1)),
+    'norm of patches': (TINY[0], dict(SMALL, embed_norm_layer='layernorm')),
     'any size': (TINY[0], dict(SMALL, dynamic_img_size=True)),
     'after a CNN': ('vit_tiny_r_s16_p8_224', dict(depth=3, num_classes=10, img_size=64)),
     'many patches': (TINY[0], dict(SMALL, img_size=(12, 160))),
@@ -96,7 +97,7 @@ def test_the_code_is_long_enough_for_deep_models():
     for layer in statistics(start_as_convolution(model, images, peak=0.99), images).values():
         assert sum(head.best_weight for head in layer) / 3 == pytest.approx(0.99, abs=0.02)
     for tokens in model.forward_intermediates(images, intermediates_only=True, norm=False):
-        code, content = (part.square().sum(dim=1).mean().sqrt() for part in (tokens[:, :32], tokens[:, 34:]))
+        code, content = (part.square().sum(dim=1).mean().sqrt() for part in (tokens[:, :33], tokens[:, 35:]))
         assert code > 1.5 * content
 
 
@@ -111,15 +112,57 @@ def test_no_head_looks_at_the_opposite_border(offset):
                 assert weights[:, border, :, opposite].sum(dim=-1).max() < 0.1
 
 
-@pytest.mark.parametrize('name', ['class token', 'average', 'distilled', 'gated MLP, RMS norm'])
+@pytest.mark.parametrize('name', ['class token', 'average', 'distilled', 'gated MLP, RMS norm', 'norm of patches'])
 def test_the_code_survives_whatever_the_image(name):
     model = start_as_convolution(create(VITS[name]))
     first, second = model.forward_intermediates(noise(model, 2), intermediates_only=True)[-1]
     same = (first == second).flatten(1).all(dim=1)
-    assert same[:32].all()
+    assert same[:33].all()
     assert same.sum() < 40
-    code = position_code((8, 8), 8)
-    torch.testing.assert_close(first[:32].flatten(1).t() / model.pos_embed.max(), code)
+    code = first[:33].flatten(1).t() @ basis(32).t()
+    torch.testing.assert_close(code / code.norm(dim=1, keepdim=True), position_code((8, 8), 8) / 4)
+
+
+@given(st.integers(1, 80))
+def test_layer_norm_subtracts_no_mean_from_a_code(size):
+    rows = basis(size).double()
+    torch.testing.assert_close(rows @ rows.t(), torch.eye(size, dtype=torch.double), rtol=0, atol=1e-4)
+    assert rows.sum(dim=1).abs().max() < 1e-4
+
+
+def test_nothing_but_queries_and_keys_reads_the_code():
+    """Of an image of equal patches, attention then returns the same everywhere."""
+    model = start_as_convolution(create(VITS['average']))
+    with torch.no_grad():
+        model.pos_embed[..., 33:] = 0
+        tokens = model.forward_features(noise(model, 1)[..., :4, :4].repeat(1, 1, 8, 8))
+        assert not model.forward_head(tokens, pre_logits=True)[:, :33].any()
+    tokens = tokens[0, :, 33:]
+    assert (tokens - tokens.mean(dim=0)).abs().max() < 0.05 * tokens.abs().max()
+
+
+@pytest.mark.parametrize('case', [TINY, VITS['gated MLP, RMS norm']], ids=['layer norm', 'RMS norm'])
+def test_content_is_as_long_as_without_a_code(case):
+    model, seen = start_as_convolution(create(case), noise(create(case), 8)), []
+    for block in model.blocks:
+        for norm in block.norm1, block.norm2:
+            norm.register_forward_hook(lambda *args: seen.append(args[-1]))
+    model.norm.register_forward_hook(lambda *args: seen.append(args[-1]))
+    model(noise(model, 8))
+    for tokens in seen:
+        assert tokens[..., 35:].square().mean().sqrt().item() == pytest.approx(1, abs=0.05)
+    assert len(seen) == 7
+
+
+def test_values_are_near_a_negative_identity():
+    products = []
+    for seed in range(2):
+        attn = start_as_convolution(create(TINY), seed=seed).blocks[1].attn
+        products.append((attn.proj.weight @ attn.qkv.weight[-192:])[35:, 35:].t())
+    for product in products:
+        assert product.diagonal().mean().item() == pytest.approx(-0.4, abs=0.02)
+        assert (product + 0.4 * torch.eye(157)).std().item() == pytest.approx(0.4 / 192 ** 0.5, rel=0.05)
+    assert not products[0].allclose(products[1], atol=0.05)
 
 
 @pytest.mark.parametrize('case', [VITS[name] for name in ('class token', 'registers', 'distilled', 'no biases')])
@@ -215,8 +258,21 @@ def test_images_that_do_not_fit(images, message):
 
 
 def test_maps_of_images_of_another_size():
-    with pytest.raises(ValueError, match='set_input_size'):
-        attention_maps(create(VITS['any size']), torch.randn(1, 3, 40, 40))
+    for size in (40, 40), (16, 64):
+        with pytest.raises(ValueError, match='set_input_size'):
+            attention_maps(create(VITS['any size']), torch.randn(1, 3, *size))
+
+
+def test_a_shorter_code_needs_a_new_model():
+    model = start_as_convolution(create(VITS['many patches']))
+    model.set_input_size(img_size=(32, 32))
+    with pytest.raises(ValueError, match='create it anew'):
+        start_as_convolution(model)
+
+
+def test_a_model_without_weights():
+    with torch.device('meta'), pytest.raises(ValueError, match='no weights yet'):
+        start_as_convolution(timm.create_model(TINY[0], **SMALL))
 
 
 def test_pictures_of_a_stock_vit(tmp_path):
@@ -225,13 +281,15 @@ def test_pictures_of_a_stock_vit(tmp_path):
 
 
 def test_command_writes_what_train_py_starts_from(tmp_path):
-    kwargs = ['--model-kwargs', 'img_size=32', 'patch_size=4', 'depth=3', 'num_classes=10']
+    kwargs = ['--model-kwargs', 'img_size=32', 'patch_size=4', 'depth=3', 'num_classes=10', 'global_pool=avg']
     for name in 'start.safetensors', 'start.pth':
         done = run_python('-m', 'timm_cmhsa.start', TINY[0], tmp_path / name, *kwargs, '--seed', 3, '--peak', 0.6)
         assert done.returncode == 0, done.stderr
-        assert '--model-kwargs img_size=32 patch_size=4 depth=3 --input-size 3 32 32 --num-classes 10' in done.stdout
-        loaded = timm.create_model(TINY[0], **SMALL, checkpoint_path=str(tmp_path / name))
-        expected = start_as_convolution(create(TINY, seed=3), peak=0.6, seed=3)
+        assert ('--gp avg --model-kwargs img_size=32 patch_size=4 depth=3 --input-size 3 32 32 --num-classes 10'
+                in done.stdout)
+        case = TINY[0], dict(SMALL, global_pool='avg')
+        loaded = timm.create_model(case[0], **case[1], checkpoint_path=str(tmp_path / name))
+        expected = start_as_convolution(create(case, seed=3), peak=0.6, seed=3)
         for key, tensor in expected.state_dict().items():
             torch.testing.assert_close(loaded.state_dict()[key], tensor)
 

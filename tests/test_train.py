@@ -189,10 +189,13 @@ def test_two_processes_share_the_statistics_of_batch_norm(one_and_two):
 
 def test_phase_1_alone(photos, tmp_path):
     results = train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'epochs': 2, 'switch': 1})
-    assert results['converted_top1'] is None
-    assert results['top1'] == results['phase1_top1']
-    assert type(timm_cmhsa.load_model(tmp_path / 'model')).__name__ == 'CmhsaConv'
-    assert not (tmp_path / 'attention.png').exists()
+    assert results['top1'] == results['phase1_top1'] == pytest.approx(results['converted_top1'])
+    models = [timm_cmhsa.load_model(tmp_path / name) for name in ('model', 'converted')]
+    assert [type(model).__name__ for model in models] == ['CmhsaConv', 'CmhsaAttn']
+    torch.manual_seed(0)
+    assert timm_cmhsa.verify(*models, torch.zeros(1, 3, SIDE, SIDE)).max_error < 1e-5
+    with Image.open(tmp_path / 'attention.png') as image:
+        assert min(image.size) > 300
 
 
 def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
@@ -295,9 +298,9 @@ def test_classes_alone_hold_out_every_tenth_image(tmp_path):
 def test_model_and_schedule_fit_the_images(side, size, tmp_path):
     data = open_folder(write_folder(tmp_path, side=side, count=1))
     for options, expected in (
-            ([], (size, f'cmhsa_hybrid_conv_{size}', 2e-3, 0.75)),
+            ([], (size, f'cmhsa_hybrid_conv_{size}', 2e-3, 1.)),
             (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 1e-3, 0.4)),
-            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 0.75))):
+            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1.))):
         parser = argparse.ArgumentParser()
         add_options(parser)
         args = parser.parse_args(['--device', 'cpu', *options])
@@ -368,12 +371,13 @@ def missing(root):
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
     (None, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
     (None, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
+    (None, dict(start='nothing'), "start='nothing' must be one of convolution"),
     (None, dict(switch=0), '--switch 0 must be above 0 and at most 1'),
     (None, dict(ema=2), '--ema 2 must be at least 0 and at most 1'),
     (None, dict(mixup=-1), '--mixup -1 must be at least 0'),
     (None, dict(weight_decay=float('nan')), '--weight-decay nan must be at least 0'),
     (None, dict(epochs=0), '--epochs 0 must be above 0'),
-    (None, dict(epochs=1), '--epochs 1 has no room for two phases'),
+    (None, dict(epochs=1, switch=0.5), '--epochs 1 has no room for two phases'),
     (None, dict(aa='nonsense'), 'nonsense'),
     (None, dict(device='nonsense'), 'nonsense'),
     (None, dict(opt='nonsense'), 'nonsense'),

@@ -71,6 +71,8 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
         ValueError: If the model has no such layer, or the images another size than a ViT of timm was made for.
     """
     layers = attention_layers(model)
+    if isinstance(model, STOCK) and tuple(images.shape[2:]) != model.patch_embed.img_size:
+        raise ValueError(f'Images of {tuple(images.shape[2:])} pixels: first call set_input_size for this size.')
     weights: Dict[str, torch.Tensor] = {}
     with contextlib.ExitStack() as stack:
         stack.enter_context(eval_mode(model))
@@ -86,8 +88,6 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     for name, attn in weights.items():
         grid_size = layer_grid_size(model, layers[name])
         num_patches, prefix = math.prod(grid_size), attn.shape[-2] - math.prod(grid_size)
-        if prefix != getattr(model, 'num_prefix_tokens', 0):
-            raise ValueError(f'Images of {tuple(images.shape[2:])} pixels: first call set_input_size for this size.')
         patches = attn[..., prefix:, prefix:prefix + num_patches]
         others = attn[..., prefix:, :prefix].sum(dim=-1) + attn[..., prefix:, prefix + num_patches:].sum(dim=-1)
         maps[name] = AttentionMaps(patches, others if attn.shape[-1] > num_patches else None, grid_size)

@@ -43,7 +43,7 @@ def start_as_convolution(
     interpolates the code of the position.
 
     Models with tables of relative position biases (BEiT, `vit_relpos_*` with `rel_pos_type='bias'`) get the heads of
-    Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, wherever the patch lies in the image. In
+    Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, whatever the image. In
     a `VisionTransformer`, half of a head's dimensions compare positions, and `peak` is the mean over the heads of a
     layer; class tokens take the weight of a patch outside the image. The product of values and output projection is
     near a negative identity, as in the mimetic initialization, arXiv 2305.09828.
@@ -51,16 +51,17 @@ def start_as_convolution(
     Args:
         model: A `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
         images: A folder, or some images normalized as for the training, (B, in_chans, H, W), to measure what layer norm
-            does to the code; by default noise.
+            does to the code; by default noise. Tables do not need them.
         peak: Weight of a head on its own patch, below 1.
         kernel_size: K, odd. The K x K offsets are dealt to heads and layers, none twice before all were.
-        seed: Shuffles the offsets.
+        seed: Shuffles the offsets, and draws the values.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If the attention of the model cannot be pointed, or an argument is bad. The model is as it was.
+        ValueError: If the attention of the model cannot be pointed, or an argument is out of range. The model is as it
+            was.
     """
     grid_size = _check(model, peak, kernel_size)
     started = copy.deepcopy(model)  # an error leaves the model as it was
@@ -69,10 +70,12 @@ def start_as_convolution(
         if tuple(pixels.shape[1:]) != size or not len(pixels):
             raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
         num_freqs = _num_freqs(model, max(grid_size) + kernel_size // 2)
+        reserved = 4 * num_freqs + 1 + 2 * bool(model.num_prefix_tokens)  # two mark patches and other tokens
+        if not model.patch_embed.proj.weight[reserved:].flatten(1).any(dim=1).all():
+            raise ValueError(f'{type(model).__name__} was started with a longer code: create it anew for this size.')
         pixels = pixels[evenly_spaced(len(pixels), NUM_IMAGES)]
         offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
         _write_values(started, seed)
-        reserved = 4 * num_freqs + 2 * bool(model.num_prefix_tokens)  # two mark patches and other tokens
         _reserve(started, reserved)
         with eval_mode(started):
             longest = started.patch_embed(pixels).square().sum(dim=-1).mean().sqrt()
@@ -118,8 +121,8 @@ def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
             "vit_relpos_* with rel_pos_type='bias'.")
     elif not _tables(model):
         raise ValueError(f"{name} has no table of position biases: rel_pos_type='bias', or use_rel_pos_bias=True.")
-    if not len(model.blocks):
-        raise ValueError(f'{name} has no layers.')
+    if next(model.parameters()).is_meta:
+        raise ValueError(f'{name} has no weights yet: to_empty and init_weights come first.')
     grid_size: Tuple[int, int] = model.patch_embed.grid_size
     if not 1 < peak * math.prod(grid_size) < math.prod(grid_size):
         raise ValueError(f'{peak=} must be below 1, and above that of even attention, 1 / {math.prod(grid_size)}.')
@@ -150,7 +153,8 @@ def _num_freqs(model: Any, num_positions: int) -> int:
 
 def _reserve(model: Any, reserved: int) -> None:
     """Keep everything but layer norms, queries and keys from writing or reading the first dimensions of tokens."""
-    writers = [model.patch_embed.proj]
+    writers = [layer for layer in (model.patch_embed.proj, getattr(model.patch_embed, 'norm', None))
+               if getattr(layer, 'weight', None) is not None]
     for block in model.blocks:
         writers += [block.attn.proj, block.mlp.fc2]
         block.attn.qkv.weight[-block.attn.attn_dim:, :reserved] = 0  # of values
@@ -159,7 +163,7 @@ def _reserve(model: Any, reserved: int) -> None:
                 layer.weight[:, :reserved] = 0
     for layer in writers:
         layer.weight[:reserved] = 0
-        if layer.bias is not None:
+        if getattr(layer, 'bias', None) is not None:
             layer.bias[:reserved] = 0
     for norm in (model.norm, model.fc_norm):  # before the head
         if getattr(norm, 'weight', None) is not None:
@@ -168,7 +172,7 @@ def _reserve(model: Any, reserved: int) -> None:
 
 def _write_code(model: Any, num_freqs: int, reserved: int, length: torch.Tensor) -> None:
     """Give every patch the code of its position, and of this length. Mark class tokens and registers, and patches."""
-    size, code = 4 * num_freqs, position_code(model.patch_embed.grid_size, num_freqs)
+    size, code = 4 * num_freqs + 1, position_code(model.patch_embed.grid_size, num_freqs) @ basis(4 * num_freqs)
     amplitude = length / math.sqrt(2 * num_freqs)  # of cos and sin
     patches = model.pos_embed[:, -len(code):]
     model.pos_embed[..., :reserved] = 0
@@ -210,21 +214,20 @@ def _point_layers(
     num_heads, lengths, weights = model.blocks[0].attn.num_heads, [], []
 
     def level(norm: Any, x: torch.Tensor) -> torch.Tensor:
-        lengths.append(x[..., reserved:].square().sum(dim=-1).mean().sqrt())
         if getattr(norm, 'weight', None) is not None:
             norm.weight[reserved:] /= norm(x)[..., reserved:].square().mean().sqrt()
         return norm(x)
 
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
     for i, block in enumerate(model.blocks):
+        lengths.append(x[..., reserved:].square().sum(dim=-1).mean().sqrt())
         tokens = level(block.norm1, x)
         weights.append(_point_layer(
             block.attn, tokens, offsets[i * num_heads:][:num_heads], model.patch_embed.grid_size, num_freqs, peak))
         level(block.norm2, x + block.ls1(block.attn(tokens)))
         x = block(x)
-    longest = torch.stack(lengths).max()
     level(model.fc_norm, model.pool(level(model.norm, x)))
-    return longest, weights
+    return torch.stack(lengths).max(), weights
 
 
 def _point_layer(
@@ -243,16 +246,16 @@ def _point_layer(
     prefix, size = tokens.shape[1] - math.prod(grid_size), 4 * num_freqs
     heads = attn.num_heads, attn.head_dim
     weights = attn.qkv.weight.view(3, *heads, -1)[:2]  # of queries and keys
-    coded = weights[:, :, :size + 1]  # to be scaled by the gain
+    coded, reads = weights[:, :, :size + 1], basis(size)  # to be scaled by the gain
     coded[:] = 0
-    coded[0, :, :size, :size] = torch.stack([rotation(offset, num_freqs) for offset in offsets]).to(coded)
-    coded[1, :, :size, :size] = torch.eye(size).to(coded)
+    coded[0, :, :size, :size + 1] = torch.stack([rotation(offset, num_freqs) @ reads for offset in offsets]).to(coded)
+    coded[1, :, :size, :size + 1] = reads.to(coded)
     if attn.qkv.bias is not None:
         attn.qkv.bias.view(3, *heads)[:2, :, :size + 1] = 0
     if prefix:  # patches have a query for class tokens, which have none and look at all patches evenly
-        marks = tokens[:, prefix:, size + 1].mean() / tokens[:, :prefix, size].mean()
-        coded[0, :, size, size + 1] = BORDER * 2 * num_freqs * marks
-        coded[1, :, size, size] = 1
+        marks = tokens[:, prefix:, size + 2].mean() / tokens[:, :prefix, size + 1].mean()
+        coded[0, :, size, size + 2] = BORDER * 2 * num_freqs * marks
+        coded[1, :, size, size + 1] = 1
     q, k, _ = attn.qkv(tokens).float().unflatten(-1, (3, *heads)).permute(2, 0, 3, 1, 4)
     q, k = q[:, :, prefix:] * attn.scale, k.transpose(-2, -1)
     by_position = q[..., :size + 1] @ k[..., :size + 1, :]
@@ -280,12 +283,22 @@ def position_code(grid_size: Tuple[int, int], num_freqs: int) -> torch.Tensor:
     """Return cos and sin of omega_f y, then of omega_f x, for every patch: shape (N, 4 * num_freqs).
 
     With omega_f = pi (2f - 1) / 2F, the codes of two rows have the product sum_f cos(omega_f (y - y')), which is F for
-    the same row, 0 for all others less than 2F away, and never positive below 4F.
+    the same row, 0 for all others less than 2F away, and never positive for others less than 4F away.
     """
     omega = _frequencies(num_freqs)
     rows, cols = (torch.arange(size)[:, None] * omega for size in grid_size)
     rows, cols = rows.repeat_interleave(len(cols), 0), cols.repeat(len(rows), 1)
     return torch.cat([rows.cos(), rows.sin(), cols.cos(), cols.sin()], dim=1)
+
+
+def basis(size: int) -> torch.Tensor:
+    """Return orthonormal rows whose sum is zero, (size, size + 1): the cosines of a DCT.
+
+    Layer norm subtracts the mean of a token from all of it. That of a code in this basis is zero, so that the content
+    does not depend on the position.
+    """
+    steps = torch.arange(size + 1)
+    return (math.pi / (size + 1) * steps[1:, None] * (steps + 0.5)).cos() * math.sqrt(2 / (size + 1))
 
 
 def _frequencies(num_freqs: int) -> torch.Tensor:

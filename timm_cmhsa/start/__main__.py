@@ -19,6 +19,8 @@ DESCRIPTION = '''\
 Write an untrained ViT of timm, with every head pointed at one of the K x K nearest patches, as a checkpoint for
 --initial-checkpoint of timm's train.py. Exit code 2: bad input; nothing is written then.'''
 
+FLAGS = {'global_pool': '--gp', 'drop_rate': '--drop', 'drop_path_rate': '--drop-path'}  # of train.py
+
 
 def start(args: argparse.Namespace) -> None:
     """Create a model, point its heads and write it."""
@@ -34,12 +36,16 @@ def start(args: argparse.Namespace) -> None:
     with replacing(out, args.force) as new:
         write = safetensors.torch.save_file if new.suffix == '.safetensors' else torch.save
         write(model.state_dict(), new)
-    size = data_config(model)['input_size']
-    kwargs = [f'{name}={value}' for name, value in args.model_kwargs.items() if name not in ('num_classes', 'in_chans')]
-    options = shlex.join([
-        *('--model', args.model, *(['--model-kwargs', *kwargs] if kwargs else []), '--input-size', *map(str, size)),
-        *('--num-classes', str(model.num_classes), '--initial-checkpoint', str(args.out))])
-    print(f"written to {args.out}; train it with timm's train.py {options}")
+    options, kwargs = ['--model', args.model], []
+    for name, value in args.model_kwargs.items():
+        if name in FLAGS:
+            options += [FLAGS[name], str(value)]
+        elif name not in ('num_classes', 'in_chans'):
+            kwargs.append(f'{name}={value}')
+    options += ['--model-kwargs', *kwargs] if kwargs else []
+    options += ['--input-size', *map(str, data_config(model)['input_size']), '--num-classes', str(model.num_classes)]
+    options += ['--initial-checkpoint', str(args.out)]
+    print(f"written to {args.out}; train it with timm's train.py {shlex.join(options)}")
 
 
 def main() -> int:

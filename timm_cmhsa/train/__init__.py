@@ -21,7 +21,7 @@ from ..errors import CheckpointError, one_line
 from ..hub import save_for_hub
 from ..images import data_config
 from ..load import PathLike
-from ..models import Cmhsa
+from ..models import Cmhsa, CmhsaConv
 from ..save import replacing
 from ..start import start_as_convolution
 from .data import Data, open_dataset, open_digits, open_folder
@@ -62,6 +62,9 @@ def train_two_phases(
     unknown = ', '.join(sorted(options.keys() - vars(args).keys()))
     if unknown:
         raise ValueError(f'{unknown}: not an option. Choose from {", ".join(sorted(vars(args)))}.')
+    for name, choices in ((action.dest, action.choices) for action in parser._actions if action.choices):
+        if options.get(name) not in (None, *choices):
+            raise ValueError(f'{name}={options[name]!r} must be one of {", ".join(choices)}.')
     vars(args).update(options, data_dir=data_dir)
     return run(args, rewrite)
 
@@ -89,10 +92,11 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     phase1 = final = trainer.fit('phase1', model, epochs1, schedules[0])
     trained, converted = {'phase 1': phase1}, None
     results: Dict[str, Any] = {'phase1_top1': trainer.validate(phase1.judged)['top1'], 'converted_top1': None}
-    if epochs2:
+    if epochs2 or isinstance(model, CmhsaConv):
         converted = to_phase2(phase1.judged)
         results['converted_top1'] = trainer.validate(converted)['top1']
         say('top-1 before the rewrite {phase1_top1:.2f} %, after it {converted_top1:.2f} %'.format(**results))
+    if epochs2:
         final = trainer.fit('phase2', to_phase2(phase1.model), epochs2, schedules[1], phase1, converted)
         trained['phase 2'] = final
     trained.update((name, _compare(name, other, trainer, final)) for name, other in others.items())
@@ -100,11 +104,16 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         return results
     logits, targets = trainer.predict(final.judged)
     results['top1'] = accuracy(logits, targets)[0].item()
-    for name, each, top1 in ('phase1', phase1, 'phase1_top1'), ('model', final, 'top1'):
-        if isinstance(each.model, Cmhsa):
+    saved: Dict[str, Any] = {'phase1': phase1.judged, 'model': final.judged}
+    attention: Dict[str, Any] = {'before phase 2': converted, 'after phase 2': final.judged}
+    if not epochs2:
+        saved = {'model': final.judged, 'converted': converted}
+        attention = {'after training': converted or final.judged}
+    for name, each in saved.items():
+        if isinstance(each, Cmhsa):
             save_for_hub(
-                each.judged, args.output / name, force=True, label_names=data.class_names,
-                results={'Top-1': round(results[top1], 2)},
+                each, args.output / name, force=True, label_names=data.class_names,
+                results={'Top-1': round(results['phase1_top1' if name == 'phase1' else 'top1'], 2)},
                 details={'Training': f'{len(data.train)} images, validated on {len(targets)} others'})
     if not isinstance(final.model, Cmhsa):
         _save_for_timm(final.judged, args.output / 'model', args.model_kwargs, data.class_names)
@@ -116,9 +125,6 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
         compare={name: trainer.validate(trained[name].judged)['top1'] for name in others},
         curves={name: each.history for name, each in trained.items()}, chosen=chosen, options=fingerprint(args))
-    attention = {'after training': final.judged}
-    if converted is not None:
-        attention = {'before phase 2': converted, 'after phase 2': final.judged}
     write_report(args.output, results, data.class_names, logits, targets, attention, trainer.images())
     say((args.output / 'results.md').read_text(encoding='utf-8'))
     return results
@@ -138,7 +144,7 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
     model = create_model(args.model, **common, **args.model_kwargs)
     others = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
               for name in args.compare}
-    if args.switch < 1:
+    if args.switch < 1 or isinstance(model, CmhsaConv):
         try:
             to_phase2(model)
         except TypeError as e:
@@ -167,7 +173,7 @@ def _note_options(args: argparse.Namespace) -> None:
     """Refuse an output folder with another run, and write down the options of this one."""
     path, options = args.output / 'options.json', fingerprint(args)
     before = json.loads(path.read_text(encoding='utf-8')) if path.exists() else options
-    changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key) != options[key])
+    changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key, 'None') != options[key])
     if changed:
         raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
     if args.rank == 0 and not path.exists():

@@ -111,7 +111,7 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     choose('epochs', min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
     choose('lr', 2e-3 if is_hybrid else 1e-3, 'of AdamW, for small models')
-    choose('switch', 0.75 if is_hybrid else 0.4, 'of the epochs are phase 1')
+    choose('switch', 1. if is_hybrid else 0.4, 'of the epochs are phase 1')
     choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')

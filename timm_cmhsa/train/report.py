@@ -20,7 +20,7 @@ LOAD = '''```python
 import timm, timm_cmhsa, timm_cmhsa.plots
 
 model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
-timm_cmhsa.plots.plot_attention(model, '{folder}/attention', 'PHOTOS')  # look at it, on a folder of images
+timm_cmhsa.plots.plot_attention({attention}, '{folder}/attention', 'PHOTOS')  # look at it, on a folder of images
 timm_cmhsa.push_to_hub(model, 'USER/NAME')  # publish it
 ```'''
 LOAD_STOCK = '''```python
@@ -73,7 +73,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         tested = ', '.join(f'{title} {top1:.2f}' for title, top1 in results['test'].items())
         lines += ['', f'Top-1 on the test images, %: {tested}.']
     load = LOAD if is_ours(results['options']['model']) else LOAD_STOCK
-    load = load.format(folder=output) if (output / 'model').is_dir() else ''
+    converted = output / 'converted'
+    attention = f"timm_cmhsa.load_model('{converted}')" if converted.is_dir() else 'model'
+    load = load.format(folder=output, attention=attention) if (output / 'model').is_dir() else ''
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen:', '']
     return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])
 
