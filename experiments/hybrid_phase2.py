@@ -81,13 +81,13 @@ ROWS = {
     'heads beside, switch 0.4': Row(0.4, 0.78, add_beside),
     'last block, switch 0.4': Row(0.4, 0.77, partial(attend, blocks=slice(3, None))),
     'all blocks, switch 0.75': Row(0.75, 0.69),
-    'all blocks, switch 0.9': Row(0.9, 0.855),
+    'all blocks, switch 0.9': Row(0.9, 0.83),
     'last two blocks, switch 0.4': Row(0.4, 0.6, partial(attend, blocks=slice(2, None))),
     'all blocks, switch 0.75, bias scale 3': Row(0.75, 0.69, partial(attend, scale=3.)),
     'all blocks, switch 0.75, peak 0.9': Row(0.75, 0.69, partial(attend, peak=0.9)),
     'heads beside, switch 0.05': Row(0.05, 0.7, add_beside),
     # nothing to rewrite: thin heads at the nine nearest offsets, computed as shifts, from a random start
-    'hard heads of 32 from the start': Row(1., 0.92, options=dict(
+    'hard heads of 32 from the start': Row(1., 1., options=dict(
         model='cmhsa_hybrid_attn_32', model_kwargs=dict(hard_attn=True, rel_pos='table', num_heads=9, head_dim=32))),
     'hard heads of 64 from the start': Row(1., 0.85, options=dict(
         model='cmhsa_hybrid_attn_32', model_kwargs=dict(hard_attn=True, rel_pos='table', num_heads=9, head_dim=64))),
