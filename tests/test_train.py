@@ -196,6 +196,9 @@ def test_phase_1_alone(photos, tmp_path):
     assert timm_cmhsa.verify(*models, torch.zeros(1, 3, SIDE, SIDE)).max_error < 1e-5
     with Image.open(tmp_path / 'attention.png') as image:
         assert min(image.size) > 300
+    text = (tmp_path / 'results.md').read_text()
+    assert '| converted |' in text
+    assert '| phase 2 |' not in text
 
 
 def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
@@ -371,6 +374,7 @@ def missing(root):
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
     (None, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
     (None, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
+    (None, dict(start='convolution'), 'is for a ViT of timm: add --model'),
     (None, dict(start='nothing'), "start='nothing' must be one of convolution"),
     (None, dict(switch=0), '--switch 0 must be above 0 and at most 1'),
     (None, dict(ema=2), '--ema 2 must be at least 0 and at most 1'),

@@ -153,8 +153,7 @@ def _num_freqs(model: Any, num_positions: int) -> int:
 
 def _reserve(model: Any, reserved: int) -> None:
     """Keep everything but layer norms, queries and keys from writing or reading the first dimensions of tokens."""
-    writers = [layer for layer in (model.patch_embed.proj, getattr(model.patch_embed, 'norm', None))
-               if getattr(layer, 'weight', None) is not None]
+    writers: List[Any] = [model.patch_embed.proj, getattr(model.patch_embed, 'norm', None)]
     for block in model.blocks:
         writers += [block.attn.proj, block.mlp.fc2]
         block.attn.qkv.weight[-block.attn.attn_dim:, :reserved] = 0  # of values
@@ -162,9 +161,9 @@ def _reserve(model: Any, reserved: int) -> None:
             if name.startswith('fc1'):
                 layer.weight[:, :reserved] = 0
     for layer in writers:
-        layer.weight[:reserved] = 0
-        if getattr(layer, 'bias', None) is not None:
-            layer.bias[:reserved] = 0
+        for parameter in (getattr(layer, name, None) for name in ('weight', 'bias')):
+            if parameter is not None:
+                parameter[:reserved] = 0
     for norm in (model.norm, model.fc_norm):  # before the head
         if getattr(norm, 'weight', None) is not None:
             norm.weight[:reserved] = 0

@@ -152,6 +152,8 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
     trainer = Trainer(args, data, data_config(model))
     if args.start:
+        if isinstance(model, Cmhsa):
+            raise ValueError(f'--start {args.start} is for a ViT of timm: add --model vit_tiny_patch16_224 --switch 1.')
         start_as_convolution(model, trainer.images(), seed=args.seed)
     _note_options(args)
     return data, model, others, trainer, chosen

@@ -57,7 +57,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     number = results['num_validation']
     rows = {'phase 1': results['phase1_top1']}
     if results['converted_top1'] is not None:
-        rows.update({'converted': results['converted_top1'], 'phase 2': results['top1']})
+        rows['converted'] = results['converted_top1']
+    if 'phase 2' in results['curves']:
+        rows['phase 2'] = results['top1']
     lines = [
         '# Results', '',
         f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
