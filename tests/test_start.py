@@ -270,11 +270,6 @@ def test_a_shorter_code_needs_a_new_model():
         start_as_convolution(model)
 
 
-def test_a_model_without_weights():
-    with torch.device('meta'), pytest.raises(ValueError, match='no weights yet'):
-        start_as_convolution(timm.create_model(TINY[0], **SMALL))
-
-
 def test_pictures_of_a_stock_vit(tmp_path):
     paths = plot_attention(start_as_convolution(create(TINY)), tmp_path, html=True)
     assert {path.name for path in paths} == {'attention.png', 'statistics.png', 'attention.html'}

@@ -105,6 +105,9 @@ def test_models_can_be_loaded_and_compute_what_was_reported(finished, photos):
 def test_a_finished_run_is_not_done_again(finished, photos):
     output, results = finished
     before = {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()}
+    options = json.loads((output / 'options.json').read_text())
+    del options['start']  # as a version without that option wrote it
+    (output / 'options.json').write_text(json.dumps(options))
     assert train_two_phases(photos, output=output, compare=['test_resnet'], **OPTIONS) == results
     assert {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()} == before
 
@@ -198,6 +201,7 @@ def test_phase_1_alone(photos, tmp_path):
         assert min(image.size) > 300
     text = (tmp_path / 'results.md').read_text()
     assert '| converted |' in text
+    assert f"timm_cmhsa.load_model('{tmp_path}/converted')" in text
     assert '| phase 2 |' not in text
 
 

@@ -121,8 +121,6 @@ def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
             "vit_relpos_* with rel_pos_type='bias'.")
     elif not _tables(model):
         raise ValueError(f"{name} has no table of position biases: rel_pos_type='bias', or use_rel_pos_bias=True.")
-    if next(model.parameters()).is_meta:
-        raise ValueError(f'{name} has no weights yet: to_empty and init_weights come first.')
     grid_size: Tuple[int, int] = model.patch_embed.grid_size
     if not 1 < peak * math.prod(grid_size) < math.prod(grid_size):
         raise ValueError(f'{peak=} must be below 1, and above that of even attention, 1 / {math.prod(grid_size)}.')
@@ -171,16 +169,16 @@ def _reserve(model: Any, reserved: int) -> None:
 
 def _write_code(model: Any, num_freqs: int, reserved: int, length: torch.Tensor) -> None:
     """Give every patch the code of its position, and of this length. Mark class tokens and registers, and patches."""
-    size, code = 4 * num_freqs + 1, position_code(model.patch_embed.grid_size, num_freqs) @ basis(4 * num_freqs)
+    size, code = 4 * num_freqs, position_code(model.patch_embed.grid_size, num_freqs) @ basis(4 * num_freqs)
     amplitude = length / math.sqrt(2 * num_freqs)  # of cos and sin
     patches = model.pos_embed[:, -len(code):]
     model.pos_embed[..., :reserved] = 0
-    patches[..., :size] = amplitude * code.to(amplitude)
-    patches[..., size + 1:reserved] = amplitude
+    patches[..., :size + 1] = amplitude * code.to(amplitude)
+    patches[..., size + 2:reserved] = amplitude
     for token in (getattr(model, name, None) for name in ('cls_token', 'reg_token', 'dist_token')):
         if token is not None:
             token[..., :reserved] = 0
-            token[..., size] = amplitude
+            token[..., size + 1] = amplitude
 
 
 def _write_values(model: Any, seed: int) -> None:

@@ -104,11 +104,11 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         return results
     logits, targets = trainer.predict(final.judged)
     results['top1'] = accuracy(logits, targets)[0].item()
-    saved: Dict[str, Any] = {'phase1': phase1.judged, 'model': final.judged}
-    attention: Dict[str, Any] = {'before phase 2': converted, 'after phase 2': final.judged}
-    if not epochs2:
-        saved = {'model': final.judged, 'converted': converted}
-        attention = {'after training': converted or final.judged}
+    saved: Dict[str, Any] = {'model': final.judged, 'converted': converted}
+    attention: Dict[str, Any] = {'after training': final.judged if converted is None else converted}
+    if epochs2:
+        saved = {'model': final.judged, 'phase1': phase1.judged}
+        attention = {'before phase 2': converted, 'after phase 2': final.judged}
     for name, each in saved.items():
         if isinstance(each, Cmhsa):
             save_for_hub(

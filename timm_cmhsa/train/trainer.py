@@ -141,7 +141,7 @@ class Trainer:
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
         keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
-        convert_conv2d_weight_memory_format(model.to(self.device), torch.channels_last)  # a stem is a fifth faster
+        convert_conv2d_weight_memory_format(model.to(self.device), torch.channels_last)  # faster
         forward = torch.compile(model) if args.compile else model
         optimizer = self._optimizer(model, before)
         scheduler, _ = create_scheduler_v2(
