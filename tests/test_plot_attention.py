@@ -90,7 +90,7 @@ def test_one_layer_seen_on_noise(folder, tmp_path):
     (['phase1'], 'has no attention layer of timm_cmhsa'),
     (['local', '--layer', 'blocks.9.attn'], 'choose one of blocks.0.attn, blocks.1.attn'),
     (['local', '--query', '2', '0'], 'The query 2 0 is outside the image'),
-    (['local', '--images', 'no_images'], 'no_images has no images (.png, .jpg'),
+    (['local', '--images', 'no_images'], 'no_images has no images (.jpg, .jpeg'),
     (['local', '--images', 'broken'], 'broken has no readable images: a.png cannot be read: cannot identify'),
     (['local', '--images', 'plain.pth'], 'is not a folder of images'),
     (['local', 'two_heads'], 'The models have different image sizes, attention layers, heads'),
@@ -148,6 +148,7 @@ def test_unreadable_images_are_left_out_with_a_warning(folder, tmp_path, caplog)
         good.rotate(90 * i).save(tmp_path / f'{name}.png')
     (tmp_path / '4.png').mkdir()
     good.save(tmp_path / '4.png' / 'in.PNG')
+    good.save(tmp_path / '7.webp', lossless=True)
     good.save(tmp_path / '2.jpg')
     os.truncate(tmp_path / '2.jpg', 400)
     (tmp_path / '0.png').write_text('text')
@@ -156,7 +157,7 @@ def test_unreadable_images_are_left_out_with_a_warning(folder, tmp_path, caplog)
     os.mkfifo(tmp_path / '5pipe.png')
     model = load_model(folder / 'local')
     images, names = read_folder(tmp_path, model, 100)
-    assert names == ['1.png', '3.png', '4.png/in.PNG', '6.png']
+    assert names == ['1.png', '3.png', '4.png/in.PNG', '6.png', '7.webp']
     transform = create_transform(**data_config(model))
     for image, name in zip(images, names):
         torch.testing.assert_close(image, transform(Image.open(tmp_path / name)))

@@ -321,9 +321,11 @@ def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     (root / 'train' / 'cat' / 'broken.jpg').write_bytes(b'no image')
     Image.fromarray(np.zeros((SIDE, SIDE), dtype=np.uint16)).save(root / 'train' / 'dog' / 'deep.png')
     write_image(root / 'train' / 'owl' / 'gray.png', mode='L')
+    write_image(root / 'train' / 'loose.png')
     data = open_folder(root)
     assert len(data.train) == 13
-    note, = data.notes
+    note, loose = data.notes
+    assert loose == f"left out 1 images of {root / 'train'} that are in no folder of a class"
     assert 'left out 2 of 15 images' in note
     assert 'broken.jpg: cannot identify' in note
     assert 'deep.png: it has more than 8 bits' in note

@@ -6,8 +6,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
 from PIL import Image
-from timm.data import create_transform, get_img_extensions, resolve_data_config
+from timm.data import create_transform, resolve_data_config
 from torch import nn
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from .errors import CheckpointError, one_line
 from .load import PathLike
@@ -67,9 +68,9 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     if not root.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
     files = sorted(
-        path for path in root.rglob('*') if path.suffix.lower() in get_img_extensions() and path.is_file())
+        path for path in root.rglob('*') if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
     if not files:
-        raise CheckpointError(f'{folder} has no images ({", ".join(get_img_extensions())}).')
+        raise CheckpointError(f'{folder} has no images ({", ".join(IMG_EXTENSIONS)}).')
     read = image_reader(model)
     images, names, failure = [], [], ''
     for file in (files[i] for i in evenly_spaced(len(files), count)):

@@ -62,9 +62,6 @@ def train_two_phases(
     unknown = ', '.join(sorted(options.keys() - vars(args).keys()))
     if unknown:
         raise ValueError(f'{unknown}: not an option. Choose from {", ".join(sorted(vars(args)))}.')
-    for name, choices in ((action.dest, action.choices) for action in parser._actions if action.choices):
-        if options.get(name) not in (None, *choices):
-            raise ValueError(f'{name}={options[name]!r} must be one of {", ".join(choices)}.')
     vars(args).update(options, data_dir=data_dir)
     return run(args, rewrite)
 

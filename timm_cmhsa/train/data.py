@@ -11,6 +11,7 @@ from PIL import Image
 from timm.data import create_dataset
 from torch.distributed import barrier
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from ..errors import one_line
@@ -90,6 +91,9 @@ def _read(root: Path, notes: List[str]) -> ImageFolder:
     bad = [f'{path}: {reason}' for (path, _), reason in zip(images.samples, reasons) if reason]
     if bad:
         notes.append(f'left out {len(bad)} of {len(images)} images that cannot be used ({"; ".join(bad[:3])})')
+    loose = sum(path.suffix.lower() in IMG_EXTENSIONS for path in root.iterdir())
+    if loose:
+        notes.append(f'left out {loose} images of {root} that are in no folder of a class')
     images.samples = [sample for sample, reason in zip(images.samples, reasons) if not reason]
     return images
 

@@ -15,6 +15,7 @@ from .data import Data
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS = 4000  # of both phases, if the epochs are left out
 POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'switch', 'scale'}
+CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard', 'wandb'))
 SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}  # on training
 
@@ -30,7 +31,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group('models').add_argument
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', action=ParseKwargs, help='its arguments')
-    add('--start', choices=['convolution'],
+    add('--start', choices=CHOICES['start'],
         help='point the heads of an untrained ViT of timm at nearby patches, with --switch 1')
     add('--architecture', metavar='NAME', help='phase-2 model (default: one with soft heads)')
     add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
@@ -48,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
     add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
-    add('--keep', choices=('last', 'best'), default='last',
+    add('--keep', choices=CHOICES['keep'], default='last',
         help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
     add = parser.add_argument_group('augmentation', "DeiT's, fitted to the image size").add_argument
@@ -66,12 +67,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--no-amp', action='store_true', help='train in float32')
     add('--compile', action='store_true', help='torch.compile')
     add('--workers', metavar='N', type=int, help='processes that read images')
-    add('--log', choices=('tensorboard', 'wandb'), help='where to log curves, too')
+    add('--log', choices=CHOICES['log'], help='where to log curves, too')
     add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
 
 
 def check_options(args: argparse.Namespace) -> None:
     """Raise ValueError for options that fit no images."""
+    for name, choices in CHOICES.items():
+        if getattr(args, name) not in (None, *choices):
+            raise ValueError(f'{name}={getattr(args, name)!r} must be one of {", ".join(choices)}.')
     numbers = {name: value for name, value in vars(args).items() if isinstance(value, (int, float))}
     for name, value in numbers.items():
         is_good = value > 0 if name in POSITIVE else value >= 0

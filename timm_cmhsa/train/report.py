@@ -78,7 +78,7 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     converted = output / 'converted'
     attention = f"timm_cmhsa.load_model('{converted}')" if converted.is_dir() else 'model'
     load = load.format(folder=output, attention=attention) if (output / 'model').is_dir() else ''
-    lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen:', '']
+    lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen (`options.json` has all options):', '']
     return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])
 
 
