@@ -37,6 +37,16 @@ def test_phase_1_is_the_registered_hybrid():
         assert isinstance(hybrid_phase1.MODELS[name](**args), nn.Module)
 
 
+def test_gains_are_paired_by_seed_and_number_of_images():
+    lines = [dict(row=row, images=images, seed=str(seed), test_top1=str(top1)) for row, images, seed, top1 in (
+        ('a', '500', 0, 50.), ('a', '500', 1, 52.), ('a', '500', 2, 54.), ('a', '900', 0, 60.), ('a', '999', 0, 1.),
+        ('b', '500', 2, 51.), ('b', '500', 0, 49.), ('b', '500', 1, 50.), ('b', '900', 0, 61.), ('b', '777', 0, 1.))]
+    found = hybrid_phase2.gains(lines, 'a', 'b')
+    assert list(found) == [500, 900]
+    assert found[500] == pytest.approx((2., 4.303 / 3 ** 0.5), rel=1e-3)
+    assert found[900] == pytest.approx((-1., 1.96 * (2400 / 5000 + 2379 / 5000) ** 0.5))
+
+
 @pytest.mark.slow
 def test_runs_of_phase_2_are_done_once(tmp_path, monkeypatch):
     for split, count in (('train', 5), ('validation', 1)):
@@ -56,3 +66,4 @@ def test_runs_of_phase_2_are_done_once(tmp_path, monkeypatch):
     monkeypatch.setattr('sys.argv', list(map(str, command)))
     hybrid_phase2.main()
     assert len((tmp_path / 'out.csv').read_text().splitlines()) == 2
+    assert (tmp_path / 'out' / 'gain.png').stat().st_size > 1000

@@ -78,8 +78,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     converted = output / 'converted'
     attention = f"timm_cmhsa.load_model('{converted}')" if converted.is_dir() else 'model'
     load = load.format(folder=output, attention=attention) if (output / 'model').is_dir() else ''
-    lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '', 'Chosen (`options.json` has all options):', '']
-    return '\n'.join([*lines, *(f'- {line}' for line in results['chosen']), ''])
+    lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
+    lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']
+    return '\n'.join(lines)
 
 
 def draw_curves(curves: Dict[str, List[Point]]) -> Figure:
