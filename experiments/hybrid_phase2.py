@@ -147,13 +147,14 @@ def draw(results: Path) -> Figure:
     with results.open() as file:
         lines = list(csv.DictReader(file))
     figure, (axis,) = make_figure((7, 4))
+    axis.set_xscale('log')
     for i, (title, rows) in enumerate(GAINS.items()):
         found = gains(lines, *rows)
         axis.errorbar(
             [images * 1.04 ** i for images in found], [mean for mean, _ in found.values()],
             [half for _, half in found.values()], marker='o', capsize=3, label=title)
     axis.axhline(0, color='black', linewidth=1)
-    axis.set(xscale='log', xlabel='training images', ylabel='gain of phase 2 in as much time, points of top-1')
+    axis.set(xlabel='training images', ylabel='gain of phase 2 in as much time, points of top-1')
     axis.legend()
     return figure
 
