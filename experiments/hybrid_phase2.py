@@ -153,6 +153,9 @@ def draw(results: Path) -> Figure:
         axis.errorbar(
             [images * 1.04 ** i for images in found], [mean for mean, _ in found.values()],
             [half for _, half in found.values()], marker='o', capsize=3, label=title)
+    numbers = sorted({int(line['images']) for line in lines})
+    axis.set_xticks(numbers, [f'{number:,}' for number in numbers])
+    axis.minorticks_off()
     axis.axhline(0, color='black', linewidth=1)
     axis.set(xlabel='training images', ylabel='gain of phase 2 in as much time, points of top-1')
     axis.legend()
