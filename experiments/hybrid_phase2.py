@@ -132,13 +132,14 @@ def gains(lines: List[Dict[str, str]], row: str, baseline: str) -> Dict[int, Tup
     for images in sorted({images for images, _ in test[row]}):
         pairs = [(top1, test[baseline][key]) for key, top1 in test[row].items()
                  if key[0] == images and key in test[baseline]]
+        if not pairs:
+            continue
         differences = [top1 - other for top1, other in pairs]
         if len(pairs) >= 3:
             half = scipy.stats.t.ppf(0.975, len(pairs) - 1) * statistics.stdev(differences) / len(pairs) ** 0.5
-        elif pairs:
+        else:
             half = 1.96 * (sum(each * (100 - each) for pair in pairs for each in pair) / 5000) ** 0.5 / len(pairs)
-        if pairs:
-            found[images] = statistics.mean(differences), half
+        found[images] = statistics.mean(differences), half
     return found
 
 
@@ -147,11 +148,12 @@ def draw(results: Path) -> Figure:
     with results.open() as file:
         lines = list(csv.DictReader(file))
     figure, (axis,) = make_figure((7, 4))
-    axis.set_xscale('log')
+    axis.set_xscale('log')  # before the points, as there may be none yet
     for i, (title, rows) in enumerate(GAINS.items()):
         found = gains(lines, *rows)
         axis.errorbar(
-            [images * 1.04 ** i for images in found], [mean for mean, _ in found.values()],
+            [images * 1.04 ** i for images in found],  # side by side
+            [mean for mean, _ in found.values()],
             [half for _, half in found.values()], marker='o', capsize=3, label=title)
     numbers = sorted({int(line['images']) for line in lines})
     axis.set_xticks(numbers, [f'{number:,}' for number in numbers])
