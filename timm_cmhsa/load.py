@@ -135,7 +135,8 @@ def build_model(
     if name is not None and name.startswith(('local-dir:', *HUB_PREFIXES)):
         name = None  # train.py calls a model by the folder that it started from
     if name is not None and not is_ours(name):
-        raise CheckpointError(f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa.')
+        raise CheckpointError(
+            f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by timm.create_model.')
     if name is None or name in timm.list_models('*cmhsa*'):
         kind, inferred = infer_model(checkpoint.state_dict, source)
         if name is None:
