@@ -223,7 +223,8 @@ def test_models_of_other_libraries_are_refused(tmp_path):
         torch.save(other.state_dict(), tmp_path / 'a.pth')
         assert_refused(tmp_path / 'a.pth', 'not the tensors of a phase-1')
         save_for_hf(other, str(tmp_path / name))
-        assert_refused(tmp_path / name, f"is of '{name}', which is not a model of timm_cmhsa: load it by timm.create_model")
+        message = f"is of '{name}', which is not a model of timm_cmhsa: load it by timm.create_model"
+        assert_refused(tmp_path / name, message)
     for name in (f'{tmp_path}/x', 'https://example.org/x', '\x1b[2J', 'x' * 10 ** 6, ['cmhsa_attn']):
         (tmp_path / 'test_vit' / 'config.json').write_text(json.dumps({'architecture': name}))
         assert_refused(tmp_path / 'test_vit', 'is of |malformed')

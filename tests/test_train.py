@@ -11,11 +11,12 @@ import pytest
 import timm
 import torch
 from helpers import run_python
-from PIL import Image
+from PIL import ExifTags, Image
 
 import timm_cmhsa
+from timm_cmhsa.images import image_reader
 from timm_cmhsa.train import train_two_phases
-from timm_cmhsa.train.data import open_folder, write_digits
+from timm_cmhsa.train.data import load_photo, open_folder, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
 from timm_cmhsa.train.trainer import Trainer
 
@@ -47,7 +48,7 @@ def photos(tmp_path_factory):
 def finished(photos, tmp_path_factory):
     """A whole training, and its results."""
     output = tmp_path_factory.mktemp('finished') / 'out'
-    return output, train_two_phases(photos, output=output, compare=['test_resnet'], **OPTIONS)
+    return output, train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, **OPTIONS)
 
 
 def weights(output, name='phase2'):
@@ -67,8 +68,10 @@ def test_results(finished):
     assert results['num_train'] == results['num_validation'] == 12
     assert results['top1'] in [pytest.approx(100 * right / 12) for right in range(13)]
     assert 0 <= results['compare']['test_resnet'] <= 100
+    groups = torch.load(output / 'checkpoints' / 'test_resnet-0.0001.pth.tar')['optimizer']['param_groups']
+    assert {group['initial_lr'] for group in groups} == {1e-4}
     text = (output / 'results.md').read_text()
-    top1, low, high = map(float, re.search(r'\| phase 2 \| (.*) \| (.*) to (.*) \|', text).groups())
+    top1, low, high = map(float, re.search(r'\| phase 2 \| 4 \| .* \| (.*) \| (.*) to (.*) \|', text).groups())
     assert top1 == pytest.approx(results['top1'], abs=0.01)
     assert 0 <= low < top1 < high <= 100
     assert '| test_resnet |' in text
@@ -108,7 +111,7 @@ def test_a_finished_run_is_not_done_again(finished, photos):
     options = json.loads((output / 'options.json').read_text())
     del options['start']  # as a version without that option wrote it
     (output / 'options.json').write_text(json.dumps(options))
-    assert train_two_phases(photos, output=output, compare=['test_resnet'], **OPTIONS) == results
+    assert train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, **OPTIONS) == results
     assert {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()} == before
 
 
@@ -305,15 +308,57 @@ def test_classes_alone_hold_out_every_tenth_image(tmp_path):
 def test_model_and_schedule_fit_the_images(side, size, tmp_path):
     data = open_folder(write_folder(tmp_path, side=side, count=1))
     for options, expected in (
-            ([], (size, f'cmhsa_hybrid_conv_{size}', 2e-3, 1.)),
-            (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 1e-3, 0.4)),
-            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1.))):
+            ([], (size, f'cmhsa_hybrid_conv_{size}', 2e-3, 1e-3, 1.)),
+            (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 1e-3, 1e-3, 0.4)),
+            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1., 1.))):
         parser = argparse.ArgumentParser()
         add_options(parser)
-        args = parser.parse_args(['--device', 'cpu', *options])
+        args = parser.parse_args(['--device', 'cpu', '--compare', 'resnet18', *options])
         args.world_size = 1
         choose_options(args, data)
-        assert (args.img_size, args.model, args.lr, args.switch) == expected
+        assert (args.img_size, args.model, args.lr, args.compare_lr, args.switch) == expected
+
+
+def test_usual_names_of_folders(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    (root / 'train').rename(root / 'Train')
+    (root / 'validation').rename(root / 'valid')
+    write_image(root / 'Train' / '__MACOSX' / 'a.png')
+    write_image(root / 'Train' / 'cat' / '.ipynb_checkpoints' / 'a.png')
+    data = open_folder(root)
+    assert (len(data.train), len(data.validation), data.test, data.class_names) == (12, 12, None, list(CLASSES))
+    shutil.copytree(root / 'valid', root / 'Test')
+    (root / 'Test' / 'cat' / '0.png').unlink()
+    data = open_folder(root)
+    assert (len(data.validation), len(data.test)) == (12, 11)
+
+
+def test_other_files_of_the_same_number_are_another_run(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    assert open_folder(root).digest == open_folder(photos).digest
+    path = next((root / 'train' / 'cat').iterdir())
+    path.rename(path.with_stem('other'))
+    assert open_folder(root).digest != open_folder(photos).digest
+
+
+def test_photos_are_upright_and_large_ones_are_decoded_smaller(tmp_path):
+    exif = Image.Exif()
+    exif[ExifTags.Base.Orientation] = 6
+    image = Image.new('RGB', (1600, 1200))
+    image.paste((255, 255, 255), (0, 0, 1600, 600))
+    image.save(tmp_path / 'a.jpg', exif=exif)
+    photo = load_photo(str(tmp_path / 'a.jpg'))
+    assert photo.size == (600, 800)
+    assert photo.getpixel((500, 400)) == (255, 255, 255)
+    assert photo.getpixel((100, 400)) == (0, 0, 0)
+    read = image_reader(timm.create_model('test_cmhsa_conv_k3', img_size=32))
+    assert read(tmp_path / 'a.jpg')[0, 16, 24] > read(tmp_path / 'a.jpg')[0, 16, 8] + 1
+
+
+def test_the_output_is_called_like_the_images(photos, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train_two_phases(photos, **{**OPTIONS, 'epochs': 1, 'switch': 1})
+    assert (tmp_path / 'output' / photos.name / 'results.md').is_file()
 
 
 def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
@@ -392,6 +437,7 @@ def missing(root):
     (None, dict(device='nonsense'), 'nonsense'),
     (None, dict(opt='nonsense'), 'nonsense'),
     (None, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
+    (None, dict(compare=['inception_v3'], img_size=32), "Kernel size can't be greater than actual input size"),
     (None, dict(dataset='torch/nonsense'), 'torch/nonsense cannot be opened'),
     (None, dict(dataset='torch/cifar10'), 'torch/cifar10 cannot be opened'),
 ])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_data_config
 from torch import nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -109,7 +109,7 @@ def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
 
     def read(file: Path) -> torch.Tensor:
         with open_image(file) as image:
-            return transform(image.convert('L' if in_chans == 1 else 'RGB'))
+            return transform(ImageOps.exif_transpose(image).convert('L' if in_chans == 1 else 'RGB'))
 
     return read
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import timm
+import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
@@ -53,7 +54,7 @@ def train_two_phases(
         end, in percent on the validation images, and more.
 
     Raises:
-        ValueError: If options or images are bad. Nothing was trained.
+        ValueError: If options or images are bad, and nothing was trained; or if the training diverges.
         OSError: If the output cannot be written. The same call goes on from the last checkpoint.
     """
     parser = argparse.ArgumentParser()
@@ -96,24 +97,25 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     if epochs2:
         final = trainer.fit('phase2', to_phase2(phase1.model), epochs2, schedules[1], phase1, converted)
         trained['phase 2'] = final
+    logits, targets = trainer.predict(final.judged)
+    results['top1'] = accuracy(logits, targets)[0].item()
+    attention: Dict[str, Any] = {'after training': final.judged if converted is None else converted}
+    saved: Dict[str, Any] = {'model': final.judged, 'converted': converted}
+    if epochs2:
+        attention = {'before phase 2': converted, 'after phase 2': final.judged}
+        saved = {'model': final.judged, 'phase1': phase1.judged}
+    if args.rank == 0:
+        for name, each in saved.items():
+            if isinstance(each, Cmhsa):
+                save_for_hub(
+                    each, args.output / name, force=True, label_names=data.class_names,
+                    results={'Top-1': round(results['phase1_top1' if name == 'phase1' else 'top1'], 2)},
+                    details={'Training': f'{len(data.train)} images, validated on {len(targets)} others'})
+        if not isinstance(final.model, Cmhsa):
+            _save_for_timm(final.judged, args.output / 'model', args.model_kwargs, data.class_names)
     trained.update((name, _compare(name, other, trainer, final)) for name, other in others.items())
     if args.rank:
         return results
-    logits, targets = trainer.predict(final.judged)
-    results['top1'] = accuracy(logits, targets)[0].item()
-    saved: Dict[str, Any] = {'model': final.judged, 'converted': converted}
-    attention: Dict[str, Any] = {'after training': final.judged if converted is None else converted}
-    if epochs2:
-        saved = {'model': final.judged, 'phase1': phase1.judged}
-        attention = {'before phase 2': converted, 'after phase 2': final.judged}
-    for name, each in saved.items():
-        if isinstance(each, Cmhsa):
-            save_for_hub(
-                each, args.output / name, force=True, label_names=data.class_names,
-                results={'Top-1': round(results['phase1_top1' if name == 'phase1' else 'top1'], 2)},
-                details={'Training': f'{len(data.train)} images, validated on {len(targets)} others'})
-    if not isinstance(final.model, Cmhsa):
-        _save_for_timm(final.judged, args.output / 'model', args.model_kwargs, data.class_names)
     if 'test' in trainer.loaders:
         models = {**{title: each.judged for title, each in trained.items()}, 'converted': converted}
         results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items() if model}
@@ -129,7 +131,8 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
 
 def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Module, Models, Trainer, List[str]]:
     """Open the images, choose what was left out, and make all that can fail before the training."""
-    args.output = Path(args.output)
+    source = args.dataset or (Path(args.data_dir).resolve().name if args.data_dir else 'digits')
+    args.output = Path(args.output or Path('output', source.replace('/', '_')))
     init_distributed_device(args)
     check_options(args)
     if args.dataset:
@@ -152,6 +155,9 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
         if isinstance(model, Cmhsa):
             raise ValueError(f'--start {args.start} is for a ViT of timm: add --model vit_tiny_patch16_224 --switch 1.')
         start_as_convolution(model, trainer.images(), seed=args.seed)
+    for other in others.values():  # one may need larger images
+        with torch.inference_mode():
+            other.to(args.device).eval()(trainer.images()[:2])
     _note_options(args)
     return data, model, others, trainer, chosen
 
@@ -200,6 +206,9 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
 
 def _compare(name: str, model: nn.Module, trainer: Trainer, final: Trained) -> Trained:
     """Train another model for as much time, on the same images and by the same schedule."""
-    timed = trainer.fit(f'{name}-timing', copy.deepcopy(model), range(2), range(2)).history  # the first may compile
-    epochs = range(max(round(final.seconds / (timed[1]['seconds'] - timed[0]['seconds'])), 1))
-    return trainer.fit(name, model, epochs, epochs)
+    lr = trainer.args.compare_lr
+    title = f'{name}-{lr:g}'  # at another rate it is another training
+    timed = trainer.fit(f'{title}-timing', copy.deepcopy(model), range(2), range(2), lr=lr).history
+    seconds = timed[1]['seconds'] - timed[0]['seconds']  # of the second epoch: the first may compile
+    epochs = range(max(round(final.seconds / seconds), 1))
+    return trainer.fit(title, model, epochs, epochs, lr=lr)

@@ -1,13 +1,14 @@
 """Images to train on: a folder, a data set that timm knows, or the digits that scikit-learn ships."""
 import argparse
 import copy
+import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import median
 from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 from timm.data import create_dataset
 from torch.distributed import barrier
 from torchvision.datasets import ImageFolder
@@ -17,9 +18,10 @@ from tqdm import tqdm
 from ..errors import one_line
 from ..images import open_image
 
-VALIDATION_NAMES = 'validation', 'val', 'test'
+VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
 CANVAS, DIGIT = 32, 16  # pixels
+DECODED = 512  # pixels: JPEG files are decoded to an eighth, a quarter or half of their sides that is no smaller
 
 
 class Data(NamedTuple):
@@ -31,14 +33,26 @@ class Data(NamedTuple):
     notes: List[str]  # what was found or assumed
     options: Mapping[str, Any] = {}  # that fit them, where none are given
     test: Any = None
+    digest: str = ''  # of the names and sizes of the files
 
 
 class Photos(ImageFolder):
     """A folder of images, without hidden folders such as Jupyter's."""
 
     def find_classes(self, directory: str) -> Tuple[List[str], Dict[str, int]]:
-        names = [name for name in super().find_classes(directory)[0] if not name.startswith('.')]
+        names = [name for name in super().find_classes(directory)[0] if not is_hidden(name)]
         return names, {name: i for i, name in enumerate(names)}
+
+
+def is_hidden(name: str) -> bool:
+    return name.startswith('.') or name == '__MACOSX'
+
+
+def load_photo(path: str) -> Image.Image:
+    """Return a photo, upright. A large JPEG file is decoded smaller, which is faster."""
+    with Image.open(path) as image:
+        image.draft('RGB', (DECODED, DECODED))
+        return ImageOps.exif_transpose(image).convert('RGB')
 
 
 def open_folder(root: Path) -> Data:
@@ -51,10 +65,11 @@ def open_folder(root: Path) -> Data:
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
-    folders = {path.name: sorted(child.name for child in path.iterdir() if child.is_dir() and child.name[0] != '.')
+    classes = {path: sorted(child.name for child in path.iterdir() if child.is_dir() and not is_hidden(child.name))
                for path in root.iterdir() if path.is_dir()}
-    held_out = next((root / name for name in VALIDATION_NAMES if folders.get(name)), None)
-    tests, root = root / 'test', root / 'train' if folders.get('train') else root
+    parts = {path.name.lower(): path for path, names in classes.items() if names}
+    held_out = next((parts[name] for name in VALIDATION_NAMES if name in parts), None)
+    tests, root = parts.get('test'), parts.get('train', root)
     notes: List[str] = []
     train = _read(root, notes)
     if held_out is not None:
@@ -72,14 +87,16 @@ def open_folder(root: Path) -> Data:
         if any(all(target != i for _, target in part.samples) for part in (train, validation)):
             raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
     sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
-    has_test = held_out not in (None, tests) and folders.get('test') == train.classes
-    test = _read(tests, notes) if has_test else None
-    return Data(train, validation, train.classes, round(median(sides)), notes, test=test)
+    has_test = tests is not None and held_out not in (None, tests) and classes[tests] == train.classes
+    test = _read(tests, notes) if tests is not None and has_test else None
+    return Data(train, validation, train.classes, round(median(sides)), notes, test=test,
+                digest=_digest(train, validation))
 
 
 def _read(root: Path, notes: List[str]) -> ImageFolder:
     """Return the images of a folder, without those that cannot be read, which are noted."""
-    images = Photos(str(root))
+    images = Photos(str(root), loader=load_photo)
+    images.samples = [(path, target) for path, target in images.samples if not is_hidden(Path(path).parent.name)]
     if len(images.classes) < 2:
         raise ValueError(f'{root} has one class, {images.classes[0]}: expected two folders of images or more.')
     for path, _ in images.samples:
@@ -96,6 +113,13 @@ def _read(root: Path, notes: List[str]) -> ImageFolder:
         notes.append(f'left out {loose} images of {root} that are in no folder of a class')
     images.samples = [sample for sample, reason in zip(images.samples, reasons) if not reason]
     return images
+
+
+def _digest(*parts: ImageFolder) -> str:
+    """Return a text that differs where other files are trained or validated on."""
+    files = [f'{Path(path).relative_to(part.root)} {Path(path).stat().st_size}'
+             for part in parts for path, _ in part.samples]
+    return hashlib.sha256('\n'.join(files).encode()).hexdigest()[:12]
 
 
 def _why_unreadable(path: str) -> str:

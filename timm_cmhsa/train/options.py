@@ -13,11 +13,13 @@ from ..variants import registered_hybrid
 from .data import Data
 
 SIZES = 32, 64, 96, 128, 224  # pixels
-STEPS = 4000  # of both phases, if the epochs are left out
-POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'switch', 'scale'}
+STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
+LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
+POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'compare_lr', 'switch', 'scale'}
 CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard', 'wandb'))
 SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
-WITHOUT_EFFECT = {'compare', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}  # on training
+WITHOUT_EFFECT = {  # on training
+    'compare', 'compare_lr', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--dataset', metavar='NAME', help="data set of timm's create_dataset, such as torch/cifar10, in DIR")
     add('--download', action='store_true', help='download the data set')
     add('--img-size', metavar='S', type=int, help='pixels of a side')
-    add('--output', metavar='OUT', type=Path, default=Path('output/two_phases'), help='folder (default: %(default)s)')
+    add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR)')
     add = parser.add_argument_group('models').add_argument
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', action=ParseKwargs, help='its arguments')
@@ -45,6 +47,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
     add('--lr', type=float, help='learning rate')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
+    add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else that of other models)')
     add('--warmup-epochs', metavar='N', type=int, default=5, help='(default: %(default)s)')
     add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
@@ -92,7 +95,7 @@ def check_options(args: argparse.Namespace) -> None:
 
 def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice."""
-    notes, args.num_images, args.classes = [], len(data.train), data.class_names
+    notes, args.num_images, args.classes, args.files = [], len(data.train), data.class_names, data.digest
     fitting = {name: value for name, value in data.options.items() if name != 'model_kwargs' or args.model is None}
 
     def choose(name: str, value: Any, reason: str) -> None:
@@ -112,9 +115,11 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
-    choose('epochs', min(max(round(STEPS / steps), 10), 300), f'of {steps} steps each')
+    choose('epochs', min(max(round(STEPS / steps), MIN_EPOCHS), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
-    choose('lr', 2e-3 if is_hybrid else 1e-3, 'of AdamW, for small models')
+    if args.compare:
+        choose('compare_lr', args.lr or LR, 'of AdamW, for the other models')
+    choose('lr', HYBRID_LR if is_hybrid else LR, 'of AdamW, for small models')
     choose('switch', 1. if is_hybrid else 0.4, 'of the epochs are phase 1')
     choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
     if args.switch < 1 and args.epochs < 2:
@@ -124,8 +129,9 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth, or crops instead')
     choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")
     choose('reprob', 0. if is_small else 0.25, 'none for small images' if is_small else "DeiT's")
-    choose('workers', min(os.cpu_count() or 1, 4) if args.num_images * args.img_size > 500_000 else 0, 'by size')
     device, args.amp_dtype = torch.device(args.device), None
+    is_slow = device.type == 'cuda' or not is_small or args.num_images * args.img_size > 500_000
+    choose('workers', min(os.cpu_count() or 1, 8) if is_slow else 0, 'by the sizes and the device')
     if not args.no_amp and device.type == 'cuda':
         args.amp_dtype = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
     elif not args.no_amp and device.type == 'cpu' and torch.cpu._is_avx512_bf16_supported():

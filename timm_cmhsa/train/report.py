@@ -62,15 +62,17 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         rows['phase 2'] = results['top1']
     lines = [
         '# Results', '',
-        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
-        f'{results["num_train"]} training images, {results["seconds"] / 60:.1f} minutes of training, '
+        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval. Another seed differs by a point or '
+        f'two more. {results["num_train"]} training images; {results["options"]["model"]}, '
         f'{results["parameters"] / 1e6:.2f} M parameters.']
     if results['options']['keep'] == 'best':
         lines.append('The best weights were chosen on the validation images, so their accuracy is optimistic.')
-    lines += ['', '| | top-1 | 95 % |', '|---|---:|---:|']
+    lines += ['', '| | epochs | minutes | top-1 | 95 % |', '|---|---:|---:|---:|---:|']
     for title, top1 in {**rows, **results['compare']}.items():
         low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
-        lines.append(f'| {title} | {top1:.2f} | {100 * low:.1f} to {100 * high:.1f} |')
+        last = results['curves'].get(title, [{}])[-1]
+        length = f'{last["epoch"]} | {last["seconds"] / 60:.1f}' if last else '- | -'
+        lines.append(f'| {title} | {length} | {top1:.2f} | {100 * low:.1f} to {100 * high:.1f} |')
     if 'test' in results:
         tested = ', '.join(f'{title} {top1:.2f}' for title, top1 in results['test'].items())
         lines += ['', f'Top-1 on the test images, %: {tested}.']

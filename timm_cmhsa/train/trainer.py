@@ -128,6 +128,7 @@ class Trainer:
             schedule: range,
             before: Optional[Trained] = None,
             average: Optional[nn.Module] = None,
+            lr: Optional[float] = None,
     ) -> Trained:
         """Train a model, or go on where this was stopped.
 
@@ -138,12 +139,13 @@ class Trainer:
             schedule: Epochs of the learning rate's schedule, of which those can be a part.
             before: What was trained before the rewrite. What its optimizer knows about parameters that stay is kept.
             average: Model that the average of weights starts from, if one is asked for; by default the model.
+            lr: Learning rate, by default that of the options.
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
         keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
         convert_conv2d_weight_memory_format(model.to(self.device), torch.channels_last)  # faster
         forward = torch.compile(model) if args.compile else model
-        optimizer = self._optimizer(model, before)
+        optimizer = self._optimizer(model, before, lr)
         scheduler, _ = create_scheduler_v2(
             optimizer, num_epochs=len(schedule), min_lr=optimizer.defaults['lr'] / 100, warmup_lr=1e-6,
             warmup_epochs=min(args.warmup_epochs, len(schedule) // 4), step_on_epochs=False,
@@ -183,10 +185,11 @@ class Trainer:
             convert_conv2d_weight_memory_format(each, torch.contiguous_format)  # as safetensors needs it
         return state
 
-    def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
+    def _optimizer(
+            self, model: nn.Module, before: Optional[Trained], lr: Optional[float]) -> torch.optim.Optimizer:
         """Create an optimizer. Parameters that `before` does not have get groups of their own, to warm up."""
         args = self.args
-        lr = args.phase2_lr if before and args.phase2_lr else args.lr
+        lr = lr or (args.phase2_lr if before else None) or args.lr
         optimizer = create_optimizer_v2(model, args.opt, lr=lr, weight_decay=args.weight_decay)
         if before is None or args.separate_schedules:
             return optimizer
