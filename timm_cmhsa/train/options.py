@@ -14,7 +14,8 @@ from .data import Data
 
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
-LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
+CROP = 0.35  # of the area of a large image, at least
+LR, HYBRID_LR, LR_BATCH = 1e-3, 2e-3, 64  # of AdamW, for so many images in a step or more
 POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'compare_lr', 'switch', 'scale'}
 CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard', 'wandb'))
 SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
@@ -55,15 +56,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--keep', choices=CHOICES['keep'], default='last',
         help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
-    add = parser.add_argument_group('augmentation', "DeiT's, fitted to the image size").add_argument
+    add = parser.add_argument_group('augmentation', "DeiT's needs more steps than small models get here").add_argument
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
-    add('--aa', metavar='POLICY', help="timm's RandAugment; '' for none")
+    add('--aa', metavar='POLICY', default='', help="timm's RandAugment, such as rand-m9-mstd0.5-inc1 (default: none)")
     add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')
     add('--shift', metavar='N', type=int, help='pixels to shift by at most, with --scale 1')
     add('--mixup', metavar='A', type=float, default=0.8, help='(default: %(default)s)')
     add('--cutmix', metavar='A', type=float, default=1., help='(default: %(default)s)')
     add('--mixup-prob', metavar='P', type=float, help='of Mixup or CutMix in a batch')
-    add('--reprob', metavar='P', type=float, help='probability of random erasing')
+    add('--reprob', metavar='P', type=float, default=0., help='probability of random erasing (default: %(default)s)')
     add('--smoothing', metavar='F', type=float, default=0.1, help='label smoothing (default: %(default)s)')
     add = parser.add_argument_group('running').add_argument
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='(default: %(default)s)')
@@ -117,18 +118,17 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
     choose('epochs', min(max(round(STEPS / steps), MIN_EPOCHS), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
+    lr_scale = min(args.batch_size * args.grad_accum_steps * args.world_size / LR_BATCH, 1.) ** 0.5
     if args.compare:
-        choose('compare_lr', args.lr or LR, 'of AdamW, for the other models')
-    choose('lr', HYBRID_LR if is_hybrid else LR, 'of AdamW, for small models')
+        choose('compare_lr', args.lr or float(f'{LR * lr_scale:.1e}'), 'of AdamW, for the other models')
+    choose('lr', float(f'{(HYBRID_LR if is_hybrid else LR) * lr_scale:.1e}'), 'of AdamW, for small models')
     choose('switch', 1. if is_hybrid else 0.4, 'of the epochs are phase 1')
     choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
-    choose('aa', '' if is_small else 'rand-m9-mstd0.5-inc1', 'none for small images' if is_small else "DeiT's")
-    choose('scale', 1. if is_small else 0.08, 'small images are shifted' if is_small else "DeiT's")
+    choose('scale', 1. if is_small else CROP, 'small images are shifted' if is_small else 'large images are cropped')
     choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth, or crops instead')
-    choose('mixup_prob', 0.5 if is_small else 1., "half of DeiT's, for small images" if is_small else "DeiT's")
-    choose('reprob', 0. if is_small else 0.25, 'none for small images' if is_small else "DeiT's")
+    choose('mixup_prob', 0.5, 'of the batches get Mixup or CutMix')
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = device.type == 'cuda' or not is_small or args.num_images * args.img_size > 500_000
     choose('workers', min(os.cpu_count() or 1, 8) if is_slow else 0, 'by the sizes and the device')
