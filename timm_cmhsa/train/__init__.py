@@ -105,14 +105,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         attention = {'before phase 2': converted, 'after phase 2': final.judged}
         saved = {'model': final.judged, 'phase1': phase1.judged}
     if args.rank == 0:
-        for name, each in saved.items():
-            if isinstance(each, Cmhsa):
-                save_for_hub(
-                    each, args.output / name, force=True, label_names=data.class_names,
-                    results={'Top-1': round(results['phase1_top1' if name == 'phase1' else 'top1'], 2)},
-                    details={'Training': f'{len(data.train)} images, validated on {len(targets)} others'})
-        if not isinstance(final.model, Cmhsa):
-            _save_for_timm(final.judged, args.output / 'model', args.model_kwargs, data.class_names)
+        _save(saved, args, data, results)
     trained.update((name, _compare(name, other, trainer, final)) for name, other in others.items())
     if args.rank:
         return results
@@ -185,6 +178,18 @@ def _note_options(args: argparse.Namespace) -> None:
         args.output.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')
         path.with_suffix('.part').replace(path)
+
+
+def _save(models: Models, args: argparse.Namespace, data: Data, results: Dict[str, Any]) -> None:
+    """Write the folders of models: ours with a card, others as timm does."""
+    for name, model in models.items():
+        if isinstance(model, Cmhsa):
+            save_for_hub(
+                model, args.output / name, force=True, label_names=data.class_names,
+                results={'Top-1': round(results['phase1_top1' if name == 'phase1' else 'top1'], 2)},
+                details={'Training': f'{len(data.train)} images, validated on {len(data.validation)} others'})
+    if not isinstance(models['model'], Cmhsa):
+        _save_for_timm(models['model'], args.output / 'model', args.model_kwargs, data.class_names)
 
 
 def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_names: List[str]) -> None:
