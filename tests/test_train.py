@@ -16,7 +16,7 @@ from PIL import ExifTags, Image
 import timm_cmhsa
 from timm_cmhsa.images import image_reader
 from timm_cmhsa.train import train_two_phases
-from timm_cmhsa.train.data import load_photo, open_folder, write_digits
+from timm_cmhsa.train.data import Data, load_photo, open_folder, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
 from timm_cmhsa.train.trainer import Trainer
 
@@ -319,6 +319,16 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
         args.world_size = 1
         choose_options(args, data)
         assert (args.img_size, args.model, args.lr, args.compare_lr, args.switch) == expected
+
+
+@pytest.mark.parametrize(('number', 'epochs'), [(100, 300), (8_000, 32), (50_000, 30)])
+def test_epochs_fit_the_number_of_images(number, epochs):
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args(['--device', 'cpu'])
+    args.world_size = 1
+    choose_options(args, Data(range(number), range(10), list(CLASSES), SIDE, []))
+    assert args.epochs == epochs
 
 
 def test_usual_names_of_folders(photos, tmp_path):

@@ -87,8 +87,9 @@ def open_folder(root: Path) -> Data:
         if any(all(target != i for _, target in part.samples) for part in (train, validation)):
             raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
     sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
-    has_test = tests is not None and held_out not in (None, tests) and classes[tests] == train.classes
-    test = _read(tests, notes) if tests is not None and has_test else None
+    test = None
+    if tests is not None and tests != held_out and classes[tests] == train.classes:
+        test = _read(tests, notes)
     return Data(train, validation, train.classes, round(median(sides)), notes, test=test,
                 digest=_digest(train, validation))
 
@@ -127,6 +128,7 @@ def _why_unreadable(path: str) -> str:
         with open_image(path) as image:
             image.draft('RGB', (32, 32))  # decodes JPEG faster
             image.load()
+            ImageOps.exif_transpose(image)
     except Exception as e:  # decoders raise anything
         return one_line(e).rstrip('.')
     return ''

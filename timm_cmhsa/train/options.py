@@ -56,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--keep', choices=CHOICES['keep'], default='last',
         help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
-    add = parser.add_argument_group('augmentation', "DeiT's needs more steps than small models get here").add_argument
+    add = parser.add_argument_group('augmentation').add_argument
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
     add('--aa', metavar='POLICY', default='', help="timm's RandAugment, such as rand-m9-mstd0.5-inc1 (default: none)")
     add('--scale', metavar='F', type=float, help='smallest part of an image to crop; 1 shifts images instead')

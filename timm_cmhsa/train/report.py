@@ -62,8 +62,8 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         rows['phase 2'] = results['top1']
     lines = [
         '# Results', '',
-        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval. Another seed differs by a point or '
-        f'two more. {results["num_train"]} training images; {results["options"]["model"]}, '
+        f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
+        f'{results["num_train"]} training images; {results["options"]["model"]}, '
         f'{results["parameters"] / 1e6:.2f} M parameters.']
     if results['options']['keep'] == 'best':
         lines.append('The best weights were chosen on the validation images, so their accuracy is optimistic.')
