@@ -16,7 +16,6 @@ from .load import PathLike
 _logger = logging.getLogger(__name__)
 
 NUM_NOISE_IMAGES = 8
-MAX_PIXELS = 2 ** 25  # of an image: a small file can fill the memory once it is decoded
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM')  # Pillow runs external programs for some others
 
 
@@ -88,11 +87,8 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
 
 @contextmanager
 def open_image(file: PathLike) -> Iterator[Image.Image]:
-    """Open an image file, and refuse one that is too large to be decoded, or that 8 bits cannot hold."""
+    """Open an image file, and refuse one that 8 bits cannot hold. Pillow refuses more than 179 megapixels."""
     with Image.open(file, formats=FORMATS) as image:
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise ValueError(f'{width} x {height} pixels are more than {MAX_PIXELS / 1e6:.0f} megapixels')
         if image.mode[0] in 'IF':  # Pillow would clip the values
             raise ValueError('it has more than 8 bits per channel: convert it')
         yield image
