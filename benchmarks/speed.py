@@ -58,6 +58,9 @@ MODELS: Dict[str, Callable[[], nn.Module]] = {
     'cmhsa_attn, qk_dim=768 (the paper)': create('cmhsa_attn', qk_dim=768),
     'cmhsa_attn, 16 heads of 96': create('cmhsa_attn', **THIN),
     'cmhsa_attn, 16 heads of 96, hard_attn': create('cmhsa_attn', hard_attn=True, **THIN),
+    'resnet18': create('resnet18'),
+    'cmhsa_hybrid_conv_224': create('cmhsa_hybrid_conv_224'),
+    'cmhsa_hybrid_attn_224': create('cmhsa_hybrid_attn_224'),
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length

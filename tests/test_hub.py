@@ -16,7 +16,6 @@ from torch import nn
 import timm_cmhsa
 from timm_cmhsa import CheckpointError, HubError, load_model, push_to_hub, save_for_hub
 from timm_cmhsa.cli import convert_main
-from timm_cmhsa.hub import push_folder_to_hub
 
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 FILES = {'README.md', 'config.json', 'model.safetensors'}
@@ -132,12 +131,11 @@ def test_a_conversion_from_the_hub_to_the_hub(hub, tmp_path, capsys):
     assert 'Theorem 1 of arXiv 2111.01353' in hub.files('alice/phase2')['README.md'].decode()
 
 
-def test_a_folder_without_a_card_gets_one(hub, tmp_path):
+def test_a_converted_model_gets_a_card(hub, tmp_path):
     model = create(CONV)
     torch.save(model.state_dict(), tmp_path / 'phase1.pth')
     timm_cmhsa.convert_checkpoint(tmp_path / 'phase1.pth', tmp_path / 'net', img_size=32)
-    (tmp_path / 'net' / 'notes.txt').write_text('not published')
-    push_folder_to_hub(tmp_path / 'net', 'alice/net')
+    push_to_hub(timm_cmhsa.load_model(tmp_path / 'net'), 'alice/net')
     assert hub.files('alice/net').keys() == {*FILES, '.gitattributes'}
     assert 'hf-hub:alice/net' in hub.files('alice/net')['README.md'].decode()
     assert_same_function(model, load('hf-hub:alice/net'), 1e-5)
@@ -267,14 +265,9 @@ def test_bad_arguments(about, said, hub, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_holds_no_model(hub, tmp_path):
+def test_a_file_is_no_folder(hub, tmp_path):
     with pytest.raises(CheckpointError, match=r'net\.pth is the name of a file'):
         save_for_hub(create(), tmp_path / 'net.pth')
-    with pytest.raises(CheckpointError, match=r'config\.json'):
-        push_folder_to_hub(tmp_path, 'alice/net')
-    (tmp_path / 'README.md').write_text('a readme')
-    with pytest.raises(ValueError, match=r'config\.json'):
-        push_folder_to_hub(tmp_path, 'alice/net')
     assert not hub.repositories
 
 

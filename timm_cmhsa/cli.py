@@ -10,7 +10,7 @@ from timm.utils import ParseKwargs
 
 from .checkpoint import MAX_ERROR, VerificationError, convert_checkpoint
 from .errors import HubError, one_line
-from .hub import check_repo_id, push_folder_to_hub, save_for_hub
+from .hub import check_repo_id, push_to_hub
 from .load import load_model
 from .save import PICKLE_SUFFIXES
 from .version import __version__
@@ -50,8 +50,8 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
         report = convert_checkpoint(**args, **model_kwargs)
         print(f'{report}\nwritten to {dst}')
         if repo_id is not None:
-            save_for_hub(load_model(dst), dst, repo_id, force=True, license=license, details=report.details)
-            print(f'published at {push_folder_to_hub(dst, repo_id, private=private)}')
+            url = push_to_hub(load_model(dst), repo_id, private=private, license=license, details=report.details)
+            print(f'published at {url}')
         elif dst.is_dir():
             print(f"train it with timm's train.py: --model local-dir:{dst} --pretrained")
 

@@ -11,7 +11,7 @@ from (see docs/theory.md).
 import itertools
 import math
 from numbers import Integral, Real
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -67,13 +67,6 @@ class Head(NamedTuple):
     inputs: torch.Tensor  # indices into the flattened key patch, at most head_dim of them
     taps: Tuple[torch.Tensor, ...] = ()  # of rows and of columns, see `_axis_taps`; none for the mean
     is_soft: bool = False
-
-
-class HeadFactors(NamedTuple):
-    """What one head adds to the output for the patch or the mean that it looks at: patch @ value.T @ output."""
-    head: Head
-    value: torch.Tensor  # (at most head_dim, P_h * P_w * C_in)
-    output: torch.Tensor  # (the same, P_h * P_w * C_out / stride^2)
 
 
 @torch.no_grad()
@@ -174,7 +167,10 @@ def rewrite(
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
-    for i, (head, inputs, outputs) in enumerate(exact_factors(conv, heads)):
+    kernel = _dense_kernel(conv)
+    block, block_offset = kernel, None
+    mean_block: Any = 0.  # what all soft heads apply to what they look at
+    for i, head in enumerate(heads):
         row, col = head.offset or (0, 0)
         rows, cols = [row], [col]
         if conv.padding_mode == 'circular':
@@ -182,12 +178,16 @@ def rewrite(
         bias = 0. if head.offset is None else soft_sharpness if head.is_soft else sharpness
         attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), bias)
         if head.offset is None:
-            outputs = outputs * -share_of_mean
-        elif head.is_soft:
-            outputs = outputs * (1 + share_of_mean)
+            block, block_offset = mean_block, None
+        elif head.offset != block_offset:
+            block, block_offset = _offset_block(kernel, *head.taps), head.offset
+        inputs = F.one_hot(head.inputs, len(block))
+        if head.is_soft:
+            mean_block = mean_block + block * inputs.sum(dim=0).unsqueeze(1)
+        share = -share_of_mean if head.offset is None else 1 + share_of_mean * head.is_soft
         query[i] = 0
         value[i, :len(inputs)] = inputs.to(value.dtype)
-        output[:, i, :len(inputs)] = outputs.T.to(output.dtype)
+        output[:, i, :len(inputs)] = (share * block[head.inputs]).T.to(output.dtype)
     if conv.bias is not None:
         attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
     return attn.to(conv.weight.device)
@@ -251,7 +251,9 @@ def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[
 def _soft_sharpness(rel_pos: PaddedRelPosTable, peak: float) -> Tuple[float, float]:
     """Return the bias of soft heads, and the share of the mean in what they add, relative to that of their offset."""
     num_keys, dtype = rel_pos.num_keys(rel_pos.grid_size), rel_pos.relative_position_bias_table.dtype
-    sharpness = peak_sharpness(peak, num_keys)
+    if not 1 / num_keys < peak < 1:
+        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, the share of each of {num_keys} keys.')
+    sharpness = math.log(peak * (num_keys - 1) / (1 - peak))
     rel_pos.point_head(0, [(0, 0)], sharpness)
     excess = math.expm1(rel_pos.offset_bias()[:, 0].max().item())  # of the bias as its type has rounded it
     if excess * MAX_ROUNDING < num_keys * torch.finfo(dtype).eps:
@@ -259,13 +261,6 @@ def _soft_sharpness(rel_pos: PaddedRelPosTable, peak: float) -> Tuple[float, flo
             f'{peak=} is too close to 1 / {num_keys}, the share of each of {num_keys} keys, for {dtype}: take a larger '
             'one.')
     return sharpness, num_keys / excess
-
-
-def peak_sharpness(peak: float, num_keys: int) -> float:
-    """Return the bias that gives one of so many keys this weight, where all others have bias 0."""
-    if not 1 / num_keys < peak < 1:
-        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, the share of each of {num_keys} keys.')
-    return math.log(peak * (num_keys - 1) / (1 - peak))
 
 
 def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
@@ -281,21 +276,6 @@ def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
             f'{" or ".join(remedies)}.')
 
 
-def exact_factors(conv: nn.Conv2d, heads: List[Head]) -> Iterator[HeadFactors]:
-    """Yield for every head the values that pick its inputs, and the weights by which the kernel reads these."""
-    kernel = _dense_kernel(conv)
-    block, block_offset = kernel, None
-    mean_block: Any = 0.  # what all soft heads apply to what they look at
-    for head in heads:
-        if head.offset is None:
-            block, block_offset = mean_block, None
-        elif head.offset != block_offset:
-            block, block_offset = _offset_block(kernel, *head.taps), head.offset
-        if head.is_soft:
-            mean_block = mean_block + block * F.one_hot(head.inputs, len(block)).sum(dim=0).unsqueeze(1)
-        yield HeadFactors(head, F.one_hot(head.inputs, len(block)), block[head.inputs])
-
-
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:
     """Return what the kernel reads along one axis, by the offset of the patch that it reads from.
 
@@ -303,7 +283,10 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
     meet the grid are left out; with circular padding they are taken modulo the grid.
     """
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
-    _check_stride(conv, axis, patch)
+    if patch % stride:
+        raise ValueError(
+            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
+            f'divisible by {stride}.')
     pad_left, _ = _axis_padding(conv, axis)
     rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
     pixels = rows[:, None] * stride + taps * dilation - pad_left
@@ -312,14 +295,6 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
         offsets = (offsets + grid // 2) % grid - grid // 2
     one_hot = F.one_hot(pixels % patch, patch).double()
     return {o: one_hot * (offsets == o).unsqueeze(-1) for o in offsets.unique().tolist() if abs(o) < grid}
-
-
-def _check_stride(conv: nn.Conv2d, axis: int, patch: int) -> None:
-    stride = conv.stride[axis]
-    if patch % stride:
-        raise ValueError(
-            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
-            f'divisible by {stride}.')
 
 
 def _axis_padding(conv: nn.Conv2d, axis: int) -> Tuple[int, int]:

@@ -167,7 +167,7 @@ def _complete(
         options._replace(peak=peak).check()
     if rel_pos is None:
         rel_pos = default.rel_pos.name if peak is None else PaddedRelPosTable.name
-    head_dim = options.head_dim or (thin_head_dim(model.embed_dim) if is_thin else model.embed_dim)
+    head_dim = options.head_dim or (max(model.embed_dim // 8, min(48, model.embed_dim)) if is_thin else model.embed_dim)
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, peak)
     num_heads = options.num_heads
     if num_heads is None:
@@ -183,11 +183,6 @@ def _complete(
         rel_pos=rel_pos,
         peak=peak if any(head.is_soft for head in heads) else None,
     ), heads
-
-
-def thin_head_dim(embed_dim: int) -> int:
-    """Return the width of thin heads: 96 for tokens of width 768, 48 for 192."""
-    return max(embed_dim // 8, min(48, embed_dim))
 
 
 class LayerReport(NamedTuple):
@@ -290,13 +285,7 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
             same_class.append(expected.argmax(dim=-1).cpu() == actual.argmax(dim=-1).cpu())
     tiny = torch.finfo(torch.double).tiny  # for models whose outputs are all zero
     errors = (largest[0] / largest[1].clamp(min=tiny)).tolist()
-    layers = []
-    for i, block in enumerate(target.blocks):
-        is_attention = isinstance(block.attn, RelPosAttention)
-        layers.append(LayerReport(
-            name=f'blocks.{i}.attn',
-            heads_used=int(block.attn.used_heads().sum()) if is_attention else None,
-            num_heads=block.attn.num_heads if is_attention else None,
-            error=errors[i],
-        ))
+    heads = [(int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
+             for attn in (block.attn for block in target.blocks)]
+    layers = [LayerReport(f'blocks.{i}.attn', used, total, errors[i]) for i, (used, total) in enumerate(heads)]
     return Verification(layers, errors[-1], torch.cat(same_class).double().mean().item())

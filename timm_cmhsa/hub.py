@@ -15,7 +15,7 @@ from torch import nn
 
 from .errors import CheckpointError, HubError, one_line
 from .images import data_config
-from .load import PathLike, check_tensors, load_model
+from .load import PathLike, check_tensors
 from .models import Cmhsa
 from .save import PICKLE_SUFFIXES, save_model
 from .version import __version__
@@ -103,67 +103,49 @@ def push_to_hub(
         commit_message: str = 'Add model',
         **kwargs: Any,
 ) -> str:
-    """Publish a model, for `timm.create_model('hf-hub:USER/NAME', pretrained=True)`.
+    """Publish a model, for `timm.create_model('hf-hub:USER/NAME', pretrained=True)`. Return its address.
 
-    Arguments, result and errors are those of `push_folder_to_hub`; `**kwargs` are those of `save_for_hub`.
-    """
-    with tempfile.TemporaryDirectory() as parent:
-        folder = Path(parent, 'model')
-        save_for_hub(model, folder, repo_id, **kwargs)
-        return push_folder_to_hub(
-            folder, repo_id, private=private, revision=revision, create_pr=create_pr, commit_message=commit_message)
-
-
-def push_folder_to_hub(
-        folder: PathLike,
-        repo_id: str,
-        *,
-        private: bool = False,
-        revision: Optional[str] = None,
-        create_pr: bool = False,
-        commit_message: str = 'Add model',
-) -> str:
-    """Publish a folder that `save_for_hub` or `convert_checkpoint` wrote, in one commit. Return its address.
-
-    A README.md on the Hub is kept. If there is none in the folder either, a model card is written.
+    All files are sent in one commit. A README.md on the Hub is kept.
 
     Args:
-        folder: Folder with config.json and model.safetensors.
+        model: Model of this package, or a wrapper of one.
         repo_id: Name on the Hub, USER/NAME; created if it does not exist.
         private: Create a private repository.
         revision: Branch to push to, by default main; created if it does not exist.
         create_pr: Open a pull request instead.
         commit_message: First line of the commit.
+        **kwargs: Arguments of `save_for_hub`.
 
     Raises:
-        CheckpointError, ValueError: If the folder holds no model, or the name is not valid. Nothing was sent.
+        CheckpointError, ValueError: If the model cannot be saved, or an argument is bad. Nothing was sent.
         HubError: If the Hub was not reached or refused.
     """
-    check_repo_id(repo_id)
-    readme = Path(folder, 'README.md')
-    card = readme if readme.is_file() else model_card(load_model(folder), repo_id).encode()
-    operations = [CommitOperationAdd(name, Path(folder, name)) for name in ('config.json', 'model.safetensors')]
-    token = get_token() or ''
-    if not token or not token.isascii() or not token.isprintable():
-        raise HubError(f'{repo_id}: there is no valid token. Run `hf auth login`, or set HF_TOKEN.')
-    api = HfApi(token=token, library_name='timm_cmhsa', library_version=__version__)
-    try:
-        # private=False would overrule an organization whose repositories are private by default
-        url = api.create_repo(repo_id, private=private or None, exist_ok=True)
-        if private and not api.model_info(repo_id).private:
-            raise RuntimeError('it exists and is public. Make it private in its settings, or choose another name')
-        if revision is not None and not create_pr and not api.revision_exists(repo_id, revision):
-            api.create_branch(repo_id, branch=revision)
-        if api.file_exists(repo_id, 'README.md', revision=revision):
-            _logger.warning('The README.md of %s is kept. Delete it there to get a new model card.', repo_id)
-        else:
-            operations.append(CommitOperationAdd('README.md', card))
-        # upload_folder may make several commits
-        commit = api.create_commit(
-            repo_id, operations, commit_message=commit_message, revision=revision, create_pr=create_pr)
-    except Exception as e:  # huggingface_hub, its HTTP client and hf_xet have no common base
-        reason = one_line(e, 1000).replace(token, '***')
-        raise HubError(f'{repo_id}: {reason} Check the connection and the rights of the token: `hf auth login`.') from e
+    with tempfile.TemporaryDirectory() as parent:
+        folder = Path(parent, 'model')
+        save_for_hub(model, folder, repo_id, **kwargs)
+        paths = sorted(folder.iterdir())
+        token = get_token() or ''
+        if not token or not token.isascii() or not token.isprintable():
+            raise HubError(f'{repo_id}: there is no valid token. Run `hf auth login`, or set HF_TOKEN.')
+        api = HfApi(token=token, library_name='timm_cmhsa', library_version=__version__)
+        try:
+            # private=False would overrule an organization whose repositories are private by default
+            url = api.create_repo(repo_id, private=private or None, exist_ok=True)
+            if private and not api.model_info(repo_id).private:
+                raise RuntimeError('it exists and is public. Make it private in its settings, or choose another name')
+            if revision is not None and not create_pr and not api.revision_exists(repo_id, revision):
+                api.create_branch(repo_id, branch=revision)
+            if api.file_exists(repo_id, 'README.md', revision=revision):
+                _logger.warning('The README.md of %s is kept. Delete it there to get a new model card.', repo_id)
+                paths.remove(folder / 'README.md')
+            # upload_folder may make several commits
+            commit = api.create_commit(
+                repo_id, [CommitOperationAdd(path.name, path) for path in paths], commit_message=commit_message,
+                revision=revision, create_pr=create_pr)
+        except Exception as e:  # huggingface_hub, its HTTP client and hf_xet have no common base
+            reason = one_line(e, 1000).replace(token, '***')
+            raise HubError(
+                f'{repo_id}: {reason} Check the connection and the rights of the token: `hf auth login`.') from e
     return commit.pr_url or (f'{url}/tree/{revision}' if revision else str(url))
 
 

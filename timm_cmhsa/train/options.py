@@ -17,7 +17,7 @@ STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs a
 CROP = 0.35  # of the area of a large image, at least
 LR, HYBRID_LR, LR_BATCH = 1e-3, 2e-3, 64  # of AdamW, for so many images in a step or more
 POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'compare_lr', 'switch', 'scale'}
-CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard', 'wandb'))
+CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard',))
 SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
     'compare', 'compare_lr', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}
@@ -71,7 +71,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--no-amp', action='store_true', help='train in float32')
     add('--compile', action='store_true', help='torch.compile')
     add('--workers', metavar='N', type=int, help='processes that read images')
-    add('--log', choices=CHOICES['log'], help='where to log curves, too')
+    add('--log', choices=CHOICES['log'], help='write curves for TensorBoard, too')
     add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
 
 

@@ -114,10 +114,6 @@ class Trainer:
         if args.log is not None and args.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
 
-            if args.log == 'wandb':
-                import wandb
-
-                wandb.init(project='timm_cmhsa', name=args.output.name, config=vars(args), sync_tensorboard=True)
             self.writer = SummaryWriter(str(args.output / 'tensorboard'))
 
     def fit(
