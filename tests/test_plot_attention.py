@@ -152,7 +152,7 @@ def test_unreadable_images_are_left_out_with_a_warning(folder, tmp_path, caplog)
     good.save(tmp_path / '2.jpg')
     os.truncate(tmp_path / '2.jpg', 400)
     (tmp_path / '0.png').write_text('text')
-    Image.new('1', (8000, 8000)).save(tmp_path / '5huge.png')
+    Image.new('1', (14_000, 14_000)).save(tmp_path / '5huge.png')
     good.save(tmp_path / '5other.png', 'PCX')  # not among the formats that are read
     os.mkfifo(tmp_path / '5pipe.png')
     model = load_model(folder / 'local')
