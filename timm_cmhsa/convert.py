@@ -167,6 +167,7 @@ def _complete(
         options._replace(peak=peak).check()
     if rel_pos is None:
         rel_pos = default.rel_pos.name if peak is None else PaddedRelPosTable.name
+    # thin heads are 96 wide for tokens of 768, 48 for 192
     head_dim = options.head_dim or (max(model.embed_dim // 8, min(48, model.embed_dim)) if is_thin else model.embed_dim)
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, peak)
     num_heads = options.num_heads
