@@ -18,6 +18,7 @@ from timm_cmhsa.images import image_reader
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import Data, load_photo, open_folder, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
+from timm_cmhsa.train.report import paired_interval
 from timm_cmhsa.train.trainer import Trainer
 
 CLASSES = 'cat', 'dog', 'owl'
@@ -75,7 +76,24 @@ def test_results(finished):
     assert top1 == pytest.approx(results['top1'], abs=0.01)
     assert 0 <= low < top1 < high <= 100
     assert '| test_resnet |' in text
+    lead, low, high = results['lead']['validation']['test_resnet']
+    assert low <= lead <= high
+    assert lead == pytest.approx(results['top1'] - results['compare']['test_resnet'])
+    assert f'the same validation images, in points, with its paired 95 % interval: {lead:+.2f}' in text
     assert all(line in text for line in results['chosen'])
+
+
+def test_the_interval_of_a_lead_is_paired():
+    """It covers the true lead in 95 % of the cases, and is narrower if both models are wrong on the same images."""
+    draw = np.random.RandomState(0)
+    hard = draw.rand(1000, 2000)
+    right = [torch.tensor(hard < share).double() for share in (0.7, 0.65)]
+    intervals = [paired_interval(*each) for each in zip(*right)]
+    assert 0.92 < np.mean([low < 5 < high for _, low, high in intervals]) < 0.98
+    _, low, high = intervals[0]
+    _, other_low, other_high = paired_interval(right[0][0], right[1][1])
+    assert high - low < 0.6 * (other_high - other_low)
+    assert paired_interval(right[0][0], right[0][0]) == [0, 0, 0]
 
 
 def test_pictures_are_pictures(finished):
@@ -255,7 +273,11 @@ def test_test_images_are_judged_in_the_end(photos, tmp_path):
     assert set(results['test']) == {'phase 1', 'converted', 'phase 2', 'test_resnet'}
     assert results['test']['converted'] == results['test']['phase 1'] in [
         pytest.approx(100 * right / 11) for right in range(12)]
-    assert 'Top-1 on the test images, %: phase 1' in (tmp_path / 'results.md').read_text()
+    lead = results['lead']['test']['test_resnet'][0]
+    assert lead == pytest.approx(results['test']['phase 2'] - results['test']['test_resnet'])
+    text = (tmp_path / 'results.md').read_text()
+    assert 'Top-1 on the test images, %: phase 1' in text
+    assert f'on the same test images, in points, with its paired 95 % interval: {lead:+.2f}' in text
     assert open_folder(root).test is not None
     (root / 'test' / 'owl').rename(root / 'test' / 'unknown')
     assert open_folder(root).test is None

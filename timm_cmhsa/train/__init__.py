@@ -69,7 +69,7 @@ def train_two_phases(
 
 def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     """Do what `train_two_phases` does, for the options of the command."""
-    from .report import write_report  # fails before the training if matplotlib is missing
+    from .report import paired_interval, write_report  # fails before the training if matplotlib is missing
 
     def to_phase2(model: nn.Module) -> nn.Module:
         random_seed(args.seed)
@@ -109,13 +109,18 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     trained.update((name, _compare(name, other, trainer, final)) for name, other in others.items())
     if args.rank:
         return results
-    if 'test' in trainer.loaders:
-        models = {**{title: each.judged for title, each in trained.items()}, 'converted': converted}
-        results['test'] = {title: trainer.validate(model, 'test')['top1'] for title, model in models.items() if model}
+    right = {split: {title: trainer.is_right(each.judged, split) for title, each in trained.items()}
+             for split in trainer.loaders}
+    results['lead'] = {split: {name: paired_interval(each['phase 2' if epochs2 else 'phase 1'], each[name])
+                               for name in others} for split, each in right.items()}
+    if 'test' in right:
+        results['test'] = {title: 100 * each.mean().item() for title, each in right['test'].items()}
+        if converted is not None:
+            results['test']['converted'] = 100 * trainer.is_right(converted, 'test').mean().item()
     results.update(
         seconds=final.seconds, num_train=len(data.train),
         num_validation=len(targets), parameters=sum(each.numel() for each in final.model.parameters()),
-        compare={name: trainer.validate(trained[name].judged)['top1'] for name in others},
+        compare={name: 100 * right['validation'][name].mean().item() for name in others},
         curves={name: each.history for name, each in trained.items()}, chosen=chosen, options=fingerprint(args))
     write_report(args.output, results, data.class_names, logits, targets, attention, trainer.images())
     say((args.output / 'results.md').read_text(encoding='utf-8'))

@@ -76,6 +76,10 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     if 'test' in results:
         tested = ', '.join(f'{title} {top1:.2f}' for title, top1 in results['test'].items())
         lines += ['', f'Top-1 on the test images, %: {tested}.']
+    for split, leads in results['lead'].items():
+        for name, (lead, low, high) in leads.items():
+            lines += ['', f'Lead over {name} on the same {split} images, in points, with its paired 95 % interval: '
+                          f'{lead:+.2f} ({low:+.2f} to {high:+.2f}).']
     load = LOAD if is_ours(results['options']['model']) else LOAD_STOCK
     converted = output / 'converted'
     attention = f"timm_cmhsa.load_model('{converted}')" if converted.is_dir() else 'model'
@@ -83,6 +87,17 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
     lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']
     return '\n'.join(lines)
+
+
+def paired_interval(right: torch.Tensor, other: torch.Tensor) -> List[float]:
+    """Return by how many points one model is right more often than another, and the 95 % interval (normal, paired).
+
+    Args:
+        right, other: 1 for every image that a model classifies right, 0 for the others, (N,), for the same images.
+    """
+    lead = 100 * (right - other)
+    mean, margin = lead.mean().item(), 1.96 * lead.std(correction=0).item() / len(lead) ** 0.5
+    return [mean, mean - margin, mean + margin]
 
 
 def draw_curves(curves: Dict[str, List[Point]]) -> Figure:

@@ -255,6 +255,11 @@ class Trainer:
         logits, targets = self.predict(model, split)
         return {'loss': F.cross_entropy(logits, targets).item(), 'top1': accuracy(logits, targets)[0].item()}
 
+    def is_right(self, model: nn.Module, split: str) -> torch.Tensor:
+        """Return 1 for every image of a split that is classified right, and 0 for the others: float64, (N,)."""
+        logits, targets = self.predict(model, split)
+        return (logits.argmax(dim=1) == targets).double()
+
     def images(self) -> torch.Tensor:
         """Return some validation images, as the models get them: shape (B, C, H, W)."""
         return next(iter(self.drawn))[0].to(self.device)
