@@ -31,13 +31,13 @@ from torch import nn
 from torchvision.transforms.functional import pil_to_tensor, to_pil_image
 
 INGREDIENTS = (
-    '', 'lr=0.0005', 'lr=0.002', 'norm=batch', 'mlp=plain', 'mlp=bn', 'act=relu', 'pool=attn', 'stem=32s-96s',
-    'stem=24-48s-96s', 'stem=48-48p-96-96p', 'stem=32p-96rp', 'depth=3', 'depth=6', 'stem=32p-128p',
-    'stem=32p-160p depth=3', 'weight_decay=0.2', 'weight_decay=0.5', 'aug=rand-m5-n1-mstd0.5-inc1', 'ema=0.995',
-    'epochs=200')
+    '', 'act=relu', 'ema=0.995', 'ema=0.998', 'stem=32p-96-96p', 'stem=48-48p-96-96p',
+    'stem=64p-128-128p depth=3 act=relu', 'norm=batch', 'mlp=plain', 'mlp=bn', 'pool=attn', 'depth=3', 'depth=6',
+    'weight_decay=0.2', 'aug=rand-m5-n1-mstd0.5-inc1', 'epochs=200')
 QUEUE = (
-    'cnn', 'cnn lr=0.002', 'wrn', 'wrn lr=0.002', *(f'hybrid {options}' for options in INGREDIENTS), 'resnet18',
-    'resnet18 lr=0.002', 'convmixer', 'convmixer lr=0.002', 'wrn opt=sgd lr=0.1 weight_decay=0.0005')
+    'cnn', 'cnn lr=0.002', 'wrn', 'wrn lr=0.002', 'hybrid',
+    *(f'hybrid lr=0.002 {options}'.rstrip() for options in INGREDIENTS), 'resnet18 lr=0.002', 'convmixer lr=0.002',
+    'wrn lr=0.002 depth=28')
 # quiet_seconds: the fastest epoch times the number of epochs, which other work on the machine disturbs least
 COLUMNS = 'name', 'options', 'seed', 'epochs', 'params', 'core_seconds', 'quiet_seconds', 'top1', 'train_loss'
 MEAN, STD = (torch.tensor(values).view(3, 1, 1) for values in ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)))

@@ -19,7 +19,7 @@ SOURCE = "checkpoint of timm's train.py, state dict (.pth, .safetensors), local-
 CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn*) checkpoint that computes the same, and verify it
 before it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the
-Hugging Face Hub was not reached or refused; the converted model is kept.'''
+Hugging Face Hub was not reached or refused; a model that was converted before is kept.'''
 PLOT_DESCRIPTION = '''\
 Draw what the heads of a model look at, and how much like a convolution they are; from several checkpoints, also how
 that moves during training. Exit code 2: bad input; nothing is written then.'''

@@ -243,17 +243,17 @@ class ConversionReport(Verification):
 
 @torch.inference_mode()
 def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
-    """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end, in float64.
+    """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
-    Every layer gets the input of its convolution, so that its error is its own.
+    The models run in their own types; errors are computed in float64. Every layer gets the input of its convolution, so that its error is its own.
 
     Args:
         model, converted: Models to compare, or wrappers of them.
         images: Shape (B, C, H, W).
 
     Raises:
-        ValueError: If these are not a phase-1 and a phase-2 model with the same numbers of blocks and classes, or there
-            are no images.
+        ValueError: If these are not a phase-1 and a phase-2 model with the same numbers of blocks and classes and the
+            same image size, or there are no images.
     """
     source: Any = unwrap_model(model)
     target: Any = unwrap_model(converted)

@@ -1,7 +1,7 @@
-"""Train both phases on a folder of images.
+"""Train a model on a folder of images.
 
-Phase 1 trains a convolutional model. Within one schedule, its convolutions are then rewritten, exactly, as attention,
-and phase 2 trains on.
+Phase 1 trains a convolutional model. With a switch below 1, its convolutions are then rewritten exactly as attention,
+and phase 2 trains it on, in the same schedule.
 """
 import argparse
 import copy

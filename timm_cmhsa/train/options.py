@@ -30,7 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--dataset', metavar='NAME', help="data set of timm's create_dataset, such as torch/cifar10, in DIR")
     add('--download', action='store_true', help='download the data set')
     add('--img-size', metavar='S', type=int, help='pixels of a side')
-    add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR)')
+    add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR or of the data set)')
     add = parser.add_argument_group('models').add_argument
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', action=ParseKwargs, help='its arguments')
@@ -42,11 +42,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--compare', metavar='MODEL', nargs='+', default=[], help='also train these models of timm, for the same time')
     add = parser.add_argument_group('schedule').add_argument
     add('--epochs', metavar='N', type=int, help=f'of both phases (default: about {STEPS} steps)')
-    add('--switch', metavar='F', type=float, help='share of the epochs that phase 1 has')
+    add('--switch', metavar='F', type=float,
+        help='share of the epochs that phase 1 has (default: 1 for hybrids, 0.4 for others)')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
-    add('--batch-size', metavar='N', type=int, help='images of a step, for each process')
+    add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
-    add('--lr', type=float, help='learning rate')
+    add('--lr', type=float,
+        help=f'learning rate (default: {HYBRID_LR} for hybrids, {LR} for others, less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else that of other models)')
     add('--warmup-epochs', metavar='N', type=int, default=5, help='(default: %(default)s)')
@@ -54,7 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
     add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
     add('--keep', choices=CHOICES['keep'], default='last',
-        help='weights of phase 2 to keep; the best ones are chosen on the validation images (default: %(default)s)')
+        help='weights to keep at the end; the best ones are chosen on the validation images (default: %(default)s)')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
     add = parser.add_argument_group('augmentation').add_argument
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
@@ -63,7 +65,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--shift', metavar='N', type=int, help='pixels to shift by at most, with --scale 1')
     add('--mixup', metavar='A', type=float, default=0.8, help='(default: %(default)s)')
     add('--cutmix', metavar='A', type=float, default=1., help='(default: %(default)s)')
-    add('--mixup-prob', metavar='P', type=float, help='of Mixup or CutMix in a batch')
+    add('--mixup-prob', metavar='P', type=float, help='of Mixup or CutMix in a batch (default: 0.5)')
     add('--reprob', metavar='P', type=float, default=0., help='probability of random erasing (default: %(default)s)')
     add('--smoothing', metavar='F', type=float, default=0.1, help='label smoothing (default: %(default)s)')
     add = parser.add_argument_group('running').add_argument
