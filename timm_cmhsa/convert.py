@@ -245,7 +245,8 @@ class ConversionReport(Verification):
 def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
     """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
-    The models run in their own types; errors are computed in float64. Every layer gets the input of its convolution, so that its error is its own.
+    The models run in their own types, and errors are computed in float64. Every layer gets the input of its
+    convolution, so that its error is its own.
 
     Args:
         model, converted: Models to compare, or wrappers of them.

@@ -6,7 +6,10 @@ and phase 2 trains it on, in the same schedule.
 import argparse
 import copy
 import json
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import timm
@@ -25,7 +28,7 @@ from ..load import PathLike
 from ..models import Cmhsa, CmhsaConv
 from ..save import replacing
 from ..start import start_as_convolution
-from .data import Data, open_dataset, open_digits, open_folder
+from .data import DECODED, Data, Photos, load_photo, open_dataset, open_digits, open_folder
 from .options import add_options, check_options, choose_options, fingerprint
 from .trainer import Trained, Trainer
 
@@ -134,10 +137,16 @@ def _prepare(args: argparse.Namespace, to_phase2: Rewrite) -> Tuple[Data, nn.Mod
     init_distributed_device(args)
     check_options(args)
     if args.dataset:
-        data = open_dataset(args.dataset, Path(args.data_dir or 'data'), args.download)
+        data = open_dataset(args)
     else:
         data = open_folder(Path(args.data_dir)) if args.data_dir else open_digits(args)
-    chosen = [*data.notes, *choose_options(args, data)]
+        root, output = Path(data.train.root).resolve(), args.output.resolve()
+        if root in (output, *output.parents):
+            raise ValueError(f'{args.output} would become a class of {root}: give an --output elsewhere.')
+    chosen = [*data.notes, *choose_options(args, data, _options_before(args.output))]
+    for part in (data.train, data.validation, data.test):
+        if isinstance(part, Photos):
+            part.loader = partial(load_photo, side=max(DECODED, 2 * args.img_size))  # small crops stay sharp
     common = dict(img_size=args.img_size, seed=args.seed, num_classes=len(data.class_names))
     model = create_model(args.model, **common, **args.model_kwargs)
     others = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
@@ -172,14 +181,21 @@ def create_model(name: str, img_size: int, seed: int, **kwargs: Any) -> nn.Modul
         return timm.create_model(name, **kwargs)
 
 
+def _options_before(output: Path) -> Dict[str, str]:
+    """Return the options of the run that a folder has a checkpoint of, if any."""
+    path = output / 'options.json'
+    has_begun = path.exists() and any(output.glob('checkpoints/*.tar'))
+    return json.loads(path.read_text(encoding='utf-8')) if has_begun else {}
+
+
 def _note_options(args: argparse.Namespace) -> None:
     """Refuse an output folder with another run, and write down the options of this one."""
     path, options = args.output / 'options.json', fingerprint(args)
-    before = json.loads(path.read_text(encoding='utf-8')) if path.exists() else options
+    before = _options_before(args.output) or options
     changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key, 'None') != options[key])
     if changed:
         raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
-    if args.rank == 0 and not path.exists():
+    if args.rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')
         path.with_suffix('.part').replace(path)
@@ -218,7 +234,8 @@ def _compare(name: str, model: nn.Module, trainer: Trainer, final: Trained) -> T
     """Train another model for as much time, on the same images and by the same schedule."""
     lr = trainer.args.compare_lr
     title = f'{name}-{lr:g}'  # at another rate it is another training
-    timed = trainer.fit(f'{title}-timing', copy.deepcopy(model), range(2), range(2), lr=lr).history
-    seconds = timed[1]['seconds'] - timed[0]['seconds']  # of the second epoch: the first may compile
+    timed = trainer.fit(f'{title}-timing', copy.deepcopy(model), range(4), range(4), lr=lr).history
+    # without the first epoch, which may compile
+    seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(timed))
     epochs = range(max(round(final.seconds / seconds), 1))
     return trainer.fit(title, model, epochs, epochs, lr=lr)

@@ -16,11 +16,12 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from ..errors import one_line
-from ..images import open_image
+from ..images import evenly_spaced, open_image
 
 VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
 CANVAS, DIGIT = 32, 16  # pixels
+NUM_MEASURED = 100  # images whose size is looked at
 DECODED = 512  # pixels: JPEG files are decoded to an eighth, a quarter or half of their sides that is no smaller
 
 
@@ -48,10 +49,10 @@ def is_hidden(name: str) -> bool:
     return name.startswith('.') or name == '__MACOSX'
 
 
-def load_photo(path: str) -> Image.Image:
-    """Return a photo, upright. A large JPEG file is decoded smaller, which is faster."""
+def load_photo(path: str, side: int = DECODED) -> Image.Image:
+    """Return a photo, upright. A large JPEG file is decoded smaller, to no less than this side, which is faster."""
     with Image.open(path) as image:
-        image.draft('RGB', (DECODED, DECODED))
+        image.draft('RGB', (side, side))
         return ImageOps.exif_transpose(image).convert('RGB')
 
 
@@ -86,7 +87,10 @@ def open_folder(root: Path) -> Data:
     for i, name in enumerate(train.classes):
         if any(all(target != i for _, target in part.samples) for part in (train, validation)):
             raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
-    sides = [min(train.loader(path).size) for path, _ in train.samples[::len(train) // 100 + 1]]
+    sides = []
+    for path, _ in (train.samples[i] for i in evenly_spaced(len(train), NUM_MEASURED)):
+        with Image.open(path) as image:
+            sides.append(min(image.size))
     test = None
     if tests is not None and tests != held_out and classes[tests] == train.classes:
         test = _read(tests, notes)
@@ -112,6 +116,10 @@ def _read(root: Path, notes: List[str]) -> ImageFolder:
     loose = sum(path.suffix.lower() in IMG_EXTENSIONS for path in root.iterdir())
     if loose:
         notes.append(f'left out {loose} images of {root} that are in no folder of a class')
+    others = sorted(path.name for name in images.classes for path in (root / name).iterdir()
+                    if path.suffix.lower() not in IMG_EXTENSIONS and not is_hidden(path.name))
+    if others:
+        notes.append(f'left out {len(others)} files of {root} in other formats ({", ".join(others[:3])})')
     images.samples = [sample for sample, reason in zip(images.samples, reasons) if not reason]
     return images
 
@@ -134,17 +142,30 @@ def _why_unreadable(path: str) -> str:
     return ''
 
 
-def open_dataset(name: str, root: Path, download: bool) -> Data:
+def open_dataset(args: argparse.Namespace) -> Data:
     """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
+    name, root = args.dataset, str(args.data_dir or 'data')
+
+    def open_split(split: str) -> Any:
+        return create_dataset(name, root=root, split=split, download=args.download and args.rank == 0)
+
+    if args.rank:
+        barrier()  # while the first process downloads
     try:
-        train, validation = (
-            create_dataset(name, root=str(root), split=split, download=download) for split in ('train', 'validation'))
+        train = open_split('train')
+        try:
+            validation = open_split('validation')
+        except Exception:  # data sets of the Hub may have only the other
+            validation = open_split('test')
+        side = median(min(train[i][0].size) for i in evenly_spaced(len(train), NUM_MEASURED))
     except Exception as e:  # every library has its own
         raise ValueError(f'{name} cannot be opened: {one_line(e)}') from e
+    if args.distributed and args.rank == 0:
+        barrier()
     classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
     if not classes:
         raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
-    return Data(train, validation, [str(each) for each in classes], min(train[0][0].size), [])
+    return Data(train, validation, [str(each) for each in classes], round(side), [])
 
 
 def open_digits(args: argparse.Namespace) -> Data:

@@ -3,7 +3,7 @@ import argparse
 import math
 import os
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Mapping
 
 import timm
 import torch
@@ -96,8 +96,11 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f'--model-kwargs {name} is given by {instead}: leave it out.')
 
 
-def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
-    """Choose what was left out, and return what was chosen and why, a line for each choice."""
+def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, str] = {}) -> List[str]:
+    """Choose what was left out, and return what was chosen and why, a line for each choice.
+
+    A run that was begun on another machine (`before`, its fingerprint) keeps what was chosen for that.
+    """
     notes, args.num_images, args.classes, args.files = [], len(data.train), data.class_names, data.digest
     fitting = {name: value for name, value in data.options.items() if name != 'model_kwargs' or args.model is None}
 
@@ -132,12 +135,15 @@ def choose_options(args: argparse.Namespace, data: Data) -> List[str]:
     choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth, or crops instead')
     choose('mixup_prob', 0.5, 'of the batches get Mixup or CutMix')
     device, args.amp_dtype = torch.device(args.device), None
-    is_slow = device.type == 'cuda' or not is_small or args.num_images * args.img_size > 500_000
-    choose('workers', min(os.cpu_count() or 1, 8) if is_slow else 0, 'by the sizes and the device')
+    is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)
+    workers = min(os.cpu_count() or 1, 8) if is_slow else 0
+    choose('workers', int(before.get('workers', workers)), 'by the sizes and the device')
     if not args.no_amp and device.type == 'cuda':
         args.amp_dtype = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
     elif not args.no_amp and device.type == 'cpu' and torch.cpu._is_avx512_bf16_supported():
         args.amp_dtype = 'bfloat16'  # emulation would be slower than float32
+    if 'amp_dtype' in before:
+        args.amp_dtype = None if before['amp_dtype'] == 'None' else before['amp_dtype']
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
 
 

@@ -90,14 +90,18 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
 
 
 def paired_interval(right: torch.Tensor, other: torch.Tensor) -> List[float]:
-    """Return by how many points one model is right more often than another, and the 95 % interval (normal, paired).
+    """Return by how many points one model is right more often than another, and the paired 95 % interval.
+
+    The interval is that of Agresti and Min (2005), which holds for few images too.
 
     Args:
         right, other: 1 for every image that a model classifies right, 0 for the others, (N,), for the same images.
     """
-    lead = 100 * (right - other)
-    mean, margin = lead.mean().item(), 1.96 * lead.std(correction=0).item() / len(lead) ** 0.5
-    return [mean, mean - margin, mean + margin]
+    wins, losses = ((each > 0).sum().item() + 0.5 for each in (right - other, other - right))
+    number, lead = len(right) + 2, wins - losses
+    margin = 1.96 * (wins + losses - lead ** 2 / number) ** 0.5
+    low, high = max((lead - margin) / number, -1.), min((lead + margin) / number, 1.)
+    return [100 * lead / len(right), 100 * low, 100 * high]
 
 
 def draw_curves(curves: Dict[str, List[Point]]) -> Figure:

@@ -1,6 +1,7 @@
 """Train a model for some epochs of a schedule. A training that was stopped goes on to the same weights."""
 import itertools
 import math
+import sys
 import time
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -108,6 +109,10 @@ class Trainer:
             self.loss_fn = SoftTargetCrossEntropy()
         for loader in (self.loader, *self.loaders.values()):
             loader.dataset.transform.transforms.insert(0, Grayscale() if size[0] == 1 else RGB())
+            if args.workers and sys.platform == 'linux':  # from Python 3.14 on, each would import torch in every epoch
+                getattr(loader, 'loader', loader).multiprocessing_context = 'fork'
+        if args.distributed:
+            self.loader.sampler.seed = args.seed
         drawn = Subset(data.validation, evenly_spaced(len(data.validation), NUM_DRAWN))
         self.drawn = create_loader(drawn, batch_size=NUM_DRAWN, **{**common, 'num_workers': 0})
         self.writer: Any = None
@@ -157,7 +162,12 @@ class Trainer:
         with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
                   unit='step', **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
             for epoch in range(first, epochs.stop):
-                loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
+                try:
+                    loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
+                except torch.cuda.OutOfMemoryError as e:
+                    raise ValueError(
+                        f'{name} does not fit into the memory of {self.device}: use a smaller --batch-size and another '
+                        '--output, or leave a model out of --compare.') from e
                 seconds += duration
                 # in the same order in all processes, which a set would not have
                 for each in dict.fromkeys((model, state.judged)) if args.distributed else ():
@@ -174,6 +184,7 @@ class Trainer:
                     state.save(path)
                     for key, value in point.items():
                         self.writer and self.writer.add_scalar(f'{name}/{key}', value, epoch + 1)
+                    self.writer and self.writer.flush()
                 progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
         if keeps_best and args.rank == 0:
             state.load(path.with_stem(f'{name}-best.pth'))
