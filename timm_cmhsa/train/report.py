@@ -10,24 +10,16 @@ from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
 from torch import nn
 
-from ..load import is_ours
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
 from .trainer import Point
 
 MAX_CLASSES = 20  # of a confusion matrix
 
 LOAD = '''```python
-import timm, timm_cmhsa, timm_cmhsa.plots
-
-model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
-timm_cmhsa.plots.plot_attention({attention}, '{folder}/attention', 'PHOTOS')  # look at it, on a folder of images
-timm_cmhsa.push_to_hub(model, 'USER/NAME')  # publish it
-```'''
-LOAD_STOCK = '''```python
 import timm
+import timm_cmhsa  # its docs/publish.md and docs/attention.md show what to do next
 
-model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()  # load it
-timm.models.push_to_hf_hub(model, 'USER/NAME')  # publish it
+model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()
 ```'''
 
 
@@ -80,10 +72,7 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         for name, (lead, low, high) in leads.items():
             lines += ['', f'Lead over {name} on the same {split} images, in points, with its paired 95 % interval: '
                           f'{lead:+.2f} ({low:+.2f} to {high:+.2f}).']
-    load = LOAD if is_ours(results['options']['model']) else LOAD_STOCK
-    converted = output / 'converted'
-    attention = f"timm_cmhsa.load_model('{converted}')" if converted.is_dir() else 'model'
-    load = load.format(folder=output, attention=attention) if (output / 'model').is_dir() else ''
+    load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
     lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']
     return '\n'.join(lines)
