@@ -151,6 +151,8 @@ def draw(results: Path) -> Figure:
     axis.set_xscale('log')  # before the points, as there may be none yet
     for i, (title, rows) in enumerate(GAINS.items()):
         found = gains(lines, *rows)
+        if not found:
+            continue
         axis.errorbar(
             [images * 1.04 ** i for images in found],  # side by side
             [mean for mean, _ in found.values()],
