@@ -222,6 +222,16 @@ def test_soft_heads_stay_attention():
     assert torch.equal(fused(IMAGES), model(IMAGES))
 
 
+@both_tables
+def test_another_default_device_changes_nothing(rel_pos):
+    """As in a benchmark that creates everything on the GPU."""
+    attn = converted(rel_pos=rel_pos).blocks[0].attn
+    expected = hard_offsets(attn)
+    assert None not in expected
+    with torch.device('meta'):
+        assert hard_offsets(attn) == expected
+
+
 def test_layers_whose_heads_are_unused():
     model = converted()
     nn.init.zeros_(model.blocks[0].attn.proj.weight)

@@ -283,7 +283,7 @@ def test_phase_1_alone(photos, tmp_path):
         assert min(image.size) > 300
     text = (tmp_path / 'results.md').read_text()
     assert '| converted |' in text
-    assert f"timm_cmhsa.load_model('{tmp_path}/converted')" in text
+    assert f"timm.create_model('local-dir:{tmp_path}/model', pretrained=True)" in text
     assert '| phase 2 |' not in text
 
 

@@ -31,12 +31,10 @@ def hard_offsets(attn: Any) -> List[Optional[Offset]]:
         is_hard &= ~attn.qkv.bias[:num_heads * attn.qk_dim].cpu().view(num_heads, -1).any(dim=1)
     bias, zero_key = rel_pos.offset_bias().cpu().double(), rel_pos.zero_key_bias.cpu().double()
     (best, second), (index, _) = F.pad(bias, [0, 0, 0, 1], value=-math.inf).topk(2, dim=0)  # there may be one offset
-    offsets = rel_pos.offsets.cpu()[index].tolist()
+    offsets = rel_pos.offsets.cpu()[index]
     if isinstance(rel_pos, PaddedRelPosTable):
         num_keys = rel_pos.num_keys(rel_pos.grid_size)
-        in_ring = torch.tensor([abs(row) <= rel_pos.padding[0] and abs(col) <= rel_pos.padding[1]
-                                for row, col in offsets])
-        is_hard &= in_ring
+        is_hard &= (offsets.abs() <= offsets.new_tensor(rel_pos.padding)).all(dim=1)
         others = num_keys * (second - best).exp()
         leak = torch.maximum(others * (1 + zero_key.exp()), others * (1 + (-zero_key).exp()))
     else:
@@ -44,7 +42,7 @@ def hard_offsets(attn: Any) -> List[Optional[Offset]]:
         leak = torch.maximum(
             num_tokens * (second - best).exp() + (zero_key - best).exp(), num_tokens * (second - zero_key).exp())
     is_hard &= leak <= MAX_LEAK
-    return [(row, col) if hard else None for (row, col), hard in zip(offsets, is_hard.tolist())]
+    return [(row, col) if hard else None for (row, col), hard in zip(offsets.tolist(), is_hard.tolist())]
 
 
 def shift_tokens(x: torch.Tensor, offset: Offset, grid_size: Grid) -> torch.Tensor:
