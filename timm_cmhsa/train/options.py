@@ -143,7 +143,7 @@ def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, st
     elif not args.no_amp and device.type == 'cpu' and torch.cpu._is_avx512_bf16_supported():
         args.amp_dtype = 'bfloat16'  # emulation would be slower than float32
     if 'amp_dtype' in before:
-        args.amp_dtype = None if before['amp_dtype'] == 'None' else before['amp_dtype']
+        args.amp_dtype = before['amp_dtype'] if before['amp_dtype'] in ('bfloat16', 'float16') else None
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
 
 
