@@ -98,7 +98,7 @@ def measure(layer: str, grid: str, phase: str, args: argparse.Namespace) -> Dict
         if training:
             y.sum().backward()
         if args.device != 'cpu':
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(x.device)
         seconds.append(time.perf_counter() - start)
     return {'ms': 1e3 * statistics.median(seconds[1:]), 'MiB': (peak_bytes(args.device) - before) / 2 ** 20}
 

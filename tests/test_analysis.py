@@ -5,7 +5,7 @@ import timm
 import torch
 from hypothesis import given, strategies as st
 from timm.layers import set_fused_attn
-from timm.utils import AttentionExtract
+from timm.utils import AttentionExtract, ModelEmaV3
 from torch import nn
 
 from timm_cmhsa import attend_convs, attention_maps, conv2d_to_attention, head_statistics
@@ -50,6 +50,7 @@ def test_maps_of_a_vit_of_timm(name, kwargs):
     unfused = timm.create_model(name, **kwargs).eval()
     unfused.load_state_dict(model.state_dict())
     expected = AttentionExtract(unfused, method='hook')(images)
+    assert list(attention_maps(ModelEmaV3(model), images)) == list(maps)
     for actual, attention in zip(maps.values(), expected.values(), strict=True):
         prefix = attention.shape[-1] - actual.weights.shape[-1]
         torch.testing.assert_close(actual.weights, attention[:, :, prefix:, prefix:])

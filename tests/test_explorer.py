@@ -77,6 +77,14 @@ def test_stored_weights_are_right_to_half_a_step_of_the_largest(shown, path):
             torch.testing.assert_close(zero_key, maps.zero_key[image])
 
 
+def test_heads_that_look_at_nothing_stay_dark():
+    model, images = uneven(), torch.randn(1, 3, 24, 32)
+    torch.nn.init.constant_(model.blocks[0].attn.rel_pos.zero_key_bias, 60.)
+    stored = page_data(explorer_html(model, images))['layers'][0]['maps'][0]
+    assert (decode(stored['scale'], '<f4', 4, 48) == torch.tensor(1 / 48)).all()
+    assert decode(stored['weights'], 'u1', 4, 48, 48).max() == 0
+
+
 def test_images_are_inlined(shown, path):
     model, images, _ = shown
     data = page_data(path.read_text())

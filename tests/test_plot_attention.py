@@ -194,7 +194,10 @@ def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path, caps
 
 @pytest.mark.parametrize(('given', 'expected'), [
     (['a/checkpoint-10.pth.tar', 'a/checkpoint-9.pth.tar'], ['a/checkpoint-9.pth.tar', 'a/checkpoint-10.pth.tar']),
-    (['a/last.pth.tar', 'a/checkpoint-9.pth.tar'], ['a/last.pth.tar', 'a/checkpoint-9.pth.tar']),
+    (['checkpoint-10.pth.tar', 'last.pth.tar', 'checkpoint-9.pth.tar'],
+     ['checkpoint-9.pth.tar', 'last.pth.tar', 'checkpoint-10.pth.tar']),
+    (['b/checkpoint-10.pth.tar', 'b/checkpoint-9.pth.tar', 'a/checkpoint-1.pth.tar'],
+     ['b/checkpoint-9.pth.tar', 'b/checkpoint-10.pth.tar', 'a/checkpoint-1.pth.tar']),
     (['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar'], ['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar']),
 ])
 def test_checkpoints_of_train_py_are_put_in_the_order_of_their_epochs(given, expected):

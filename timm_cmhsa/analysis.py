@@ -7,6 +7,7 @@ import torch
 from timm.layers import Attention, gen_relative_position_index
 from timm.models import beit, vision_transformer_relpos as relpos
 from timm.models.vision_transformer import VisionTransformer
+from timm.utils import unwrap_model
 from torch import nn
 
 from .rel_pos import OffsetRelPos
@@ -70,6 +71,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     Raises:
         ValueError: If the model has no such layer, or the images another size than a ViT of timm was made for.
     """
+    model = unwrap_model(model)
     layers = attention_layers(model)
     if isinstance(model, STOCK) and tuple(images.shape[2:]) != model.patch_embed.img_size:
         raise ValueError(f'Images of {tuple(images.shape[2:])} pixels: first call set_input_size for this size.')

@@ -90,7 +90,8 @@ class RelPosAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if self.shifts is not None and self.fused_attn:
-            return self.forward_hard(reject_attn_mask(x, attn_mask, is_causal))
+            x = self.shifts(F.linear(reject_attn_mask(x, attn_mask, is_causal), *self.value_weight()))
+            return self.proj_drop(self.proj(x))
         B, N, _ = x.shape
         q, k, v = self.qkv(x).split(self.widths, dim=-1)
         q = q.reshape(B, N, self.num_heads, self.qk_dim).transpose(1, 2)
@@ -107,12 +108,6 @@ class RelPosAttention(nn.Module):
             x = attn @ v
         x = self.proj(x.transpose(1, 2).flatten(2))
         return self.proj_drop(x)
-
-    def forward_hard(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute the same for hard heads, as shifts. Queries and keys get zero gradients."""
-        assert self.shifts is not None
-        x = self.shifts(F.linear(x, *self.value_weight()))
-        return self.proj_drop(self.proj(x))
 
     def value_weight(self) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Return the weight, (num_heads * head_dim, dim), and the bias of the values."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import Conv2dSame, get_same_padding, to_2tuple
 from timm.models import register_notrace_function
+from timm.utils import unwrap_model
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
@@ -136,7 +137,7 @@ def attend_convs(
     options.check()
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
-    given, model = model, _unwrap(model)
+    given, model = model, unwrap_model(model)
     convs = _select(model, [names] if isinstance(names, str) else names)
     cfg: Any = getattr(model, 'pretrained_cfg', None)
     if input_size is None:
@@ -182,7 +183,7 @@ def attention_summary(model: nn.Module) -> str:
     """
     rows = [('layer', 'convolution', 'tokens', 'heads', 'params, M', 'multiply-accumulates, M')]
     costs = []
-    for name, module in _unwrap(model).named_modules():
+    for name, module in unwrap_model(model).named_modules():
         if isinstance(module, AttendedConv2d) and isinstance(module.attn, RelPosAttention):
             attn, grid_size = module.attn, module.grid_size
             num_params = sum(parameter.numel() for parameter in attn.parameters())
@@ -201,13 +202,6 @@ def attention_summary(model: nn.Module) -> str:
 def _changes(costs: Sequence[int]) -> Tuple[str, str]:
     params, new_params, macs, new_macs = (cost / 1e6 for cost in costs)
     return f'{params:.3g} -> {new_params:.3g}', f'{macs:.3g} -> {new_macs:.3g}'
-
-
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside torch.compile, DataParallel, timm's EMA and other wrappers of a single module."""
-    while [name for name, _ in model.named_children()] in (['_orig_mod'], ['module']):
-        model = next(model.children())
-    return model
 
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:

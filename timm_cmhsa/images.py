@@ -41,7 +41,7 @@ def choose_images(
     kind = 'noise' if images is None else 'image'
     if images is None:
         size = (NUM_NOISE_IMAGES, *data_config(model)['input_size'])
-        images = torch.randn(size, generator=torch.Generator().manual_seed(0))
+        images = torch.randn(size, generator=torch.Generator().manual_seed(0), device='cpu')
     if isinstance(images, torch.Tensor):
         pixels, names = images, [f'{kind} {i + 1}' for i in range(len(images))]
     else:

@@ -3,9 +3,8 @@ import platform
 import re
 import statistics
 import time
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Callable, Dict, List
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -33,14 +32,13 @@ def training_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> 
     targets = torch.zeros(len(images), dtype=torch.long, device=images.device)
 
     def step() -> None:
-        context: Any = torch.autocast(images.device.type, dtype=torch.bfloat16) if amp else nullcontext()
-        with context:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
             loss = nn.functional.cross_entropy(model(images), targets)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         if images.device.type != 'cpu':
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize(images.device)
     return step
 
 

@@ -57,10 +57,12 @@ def model_name(model: nn.Module) -> str:
 
 
 def in_order_of_training(paths: Sequence[PathLike]) -> List[PathLike]:
-    """Sort the checkpoints of `train.py` by epoch, since a shell puts checkpoint-10 before checkpoint-9."""
-    matches = [re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', Path(path).name) for path in paths]
-    by_epoch = {int(match[1]): path for match, path in zip(matches, paths) if match}
-    return list(paths) if len(by_epoch) < len(paths) else [by_epoch[epoch] for epoch in sorted(by_epoch)]
+    """Sort the checkpoints of `train.py` in a folder by epoch, since a shell puts checkpoint-10 before checkpoint-9."""
+    matches = {path: re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', Path(path).name) for path in paths}
+    folders = [Path(path).parent for path in paths]
+    places = {path: (folders.index(Path(path).parent), int(match[1])) for path, match in matches.items() if match}
+    in_order = iter(sorted((path for path in paths if path in places), key=places.__getitem__))
+    return [next(in_order) if path in places else path for path in paths]
 
 
 def layers_to_draw(model: nn.Module, layer: Optional[str] = None) -> Dict[str, Any]:

@@ -61,6 +61,8 @@ def plot_attention(
         if not attention:
             first = model
             pixels, names, seen = choose_images(images, model, num_images)
+            if pixels.dim() != 4 or not len(pixels):
+                raise PlotError(f'Input of shape {tuple(pixels.shape)} cannot be drawn: use images, (B, C, H, W).')
         check_alike(first, model)
         drawn = layers_to_draw(model, layer)
         maps, measured = mean_attention(model, pixels)

@@ -1,21 +1,22 @@
 """A page to explore attention with the mouse: one HTML file that needs nothing else, and no network."""
 import base64
-import io
 import json
 from importlib import resources
 from typing import Any, Container, Dict, List, Mapping, Optional, Sequence
 
 import torch
-from PIL import Image
+from matplotlib import colormaps
+from matplotlib.colors import to_hex
 from timm.utils import unwrap_model
 from torch import nn
+from torchvision.io import encode_png
 
 from ..analysis import AttentionMaps, layer_grid_size
 from ..images import to_pixels
 from .data import PlotError, check_alike, finite_maps, layers_to_draw, model_name, num_weights
 
 MAX_PAGE_BYTES = 64 * 2 ** 20
-STEPS = 255  # a weight is stored as a share of the largest of its map, in this many steps
+STEPS = 255  # of a weight, as a share of the largest of its map
 
 
 def explorer_html(
@@ -27,7 +28,7 @@ def explorer_html(
 ) -> str:
     """Return a page that shows the attention of every head from the patch under the mouse.
 
-    Every map (one head, one query) is stored in 255 steps of its largest weight, the weight of the zero key exactly.
+    Every map (one head, one query) is stored in 255 steps of its largest weight, or of even attention if that is larger, the weight of the zero key exactly.
 
     Args:
         model: A model with attention of this package.
@@ -55,7 +56,9 @@ def explorer_html(
     data = {
         'model': model_name(model),
         'steps': STEPS,
-        'images': [{'title': title, 'png': _png(pixels)} for title, pixels in zip(titles, to_pixels(images, model))],
+        'colors': [to_hex(color) for color in colormaps['magma'](range(256))],
+        'images': [{'title': title, 'png': _base64(encode_png(pixels.permute(2, 0, 1)))}
+                   for title, pixels in zip(titles, to_pixels(images, model))],
         'layers': [
             {'name': name, 'grid': layer_grid_size(model, shown[name]), 'heads': shown[name].num_heads,
              **{key: maps[name] for key, maps in encoded.items()}}
@@ -79,8 +82,9 @@ def _encode_images(
 def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
     """Encode the maps of one image, by head and query: weights as shares of the largest, this scale, and zero keys."""
     weights = maps.weights[0]
-    scale = weights.amax(dim=-1)
-    shares = weights / scale.clamp(min=torch.finfo(scale.dtype).tiny).unsqueeze(-1)
+    # a head that looks at nothing has weights near 0, which must not look like large ones
+    scale = weights.amax(dim=-1).clamp(min=1 / weights.shape[-1])
+    shares = weights / scale.unsqueeze(-1)
     return {
         'weights': _base64((shares * STEPS).round().to(torch.uint8)),
         'scale': _base64(scale),
@@ -91,8 +95,3 @@ def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
 def _base64(tensor: torch.Tensor) -> str:
     return base64.b64encode(tensor.cpu().numpy().tobytes()).decode()  # little-endian, as browsers have it
 
-
-def _png(pixels: torch.Tensor) -> str:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels.numpy()).save(buffer, format='PNG')
-    return base64.b64encode(buffer.getvalue()).decode()

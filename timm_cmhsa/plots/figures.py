@@ -111,13 +111,13 @@ def statistics_movement_figure(
     step = math.ceil(len(history) / 15)  # names of more would overlap
     figure = Figure(figsize=(12, 3.8), dpi=120, layout='constrained')
     axes = figure.subplots(1, 3)
-    for axis, (measure, (label, _, factor, *_)) in zip(axes, MEASURES.items()):
+    for axis, (measure, (label, _, factor, _, top)) in zip(axes, MEASURES.items()):
         for layer, color in zip(layers, colormaps['viridis'](np.linspace(0, 0.9, len(layers)))):
             means = [factor * np.mean([getattr(head, measure) for head in statistics[layer]])
                      for statistics in history.values()]
             axis.plot(means, 'o-', color=color, markersize=3, label=layer)
         axis.set_xticks(range(0, len(history), step), list(history)[::step], fontsize=7, rotation=30, ha='right')
-        axis.set_ylim(0, 1.08 * axis.dataLim.ymax or 1)
+        axis.set_ylim(0, 1.08 * max(axis.dataLim.ymax, top))
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
     figure.legend(handles=axes[0].get_lines(), loc='outside right upper', fontsize=7, frameon=False)

@@ -9,7 +9,7 @@ import math
 from typing import Any, List, Optional, Tuple, Union
 
 import torch
-from timm.layers import Attention
+from timm.layers import Attention, build_fourier_pos_embed
 from timm.models import Beit, VisionTransformer
 from timm.models.vision_transformer import Block
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
@@ -189,7 +189,8 @@ def _write_values(model: Any, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for attn in (block.attn for block in model.blocks):
         dim = attn.qkv.in_features
-        product = torch.randn(dim, dim, generator=generator) * VALUES / math.sqrt(dim) - VALUES * torch.eye(dim)
+        product = torch.randn(dim, dim, generator=generator, device='cpu') * VALUES / math.sqrt(dim)
+        product -= VALUES * torch.eye(dim, device='cpu')
         u, s, vh = torch.linalg.svd(product)
         rank = min(dim, attn.attn_dim)
         attn.qkv.weight[-attn.attn_dim:][:rank] = (u[:, :rank] * s[:rank].sqrt()).t().to(attn.qkv.weight)
@@ -282,10 +283,8 @@ def position_code(grid_size: Tuple[int, int], num_freqs: int) -> torch.Tensor:
     With omega_f = pi (2f - 1) / 2F, the codes of two rows have the product sum_f cos(omega_f (y - y')), which is F for
     the same row, 0 for all others less than 2F away, and never positive for others less than 4F away.
     """
-    omega = _frequencies(num_freqs)
-    rows, cols = (torch.arange(size)[:, None] * omega for size in grid_size)
-    rows, cols = rows.repeat_interleave(len(cols), 0), cols.repeat(len(rows), 1)
-    return torch.cat([rows.cos(), rows.sin(), cols.cos(), cols.sin()], dim=1)
+    sin, cos = build_fourier_pos_embed(list(grid_size), bands=_frequencies(num_freqs), in_pixels=False)
+    return torch.stack([cos, sin], dim=-2).flatten(0, 1).flatten(1)
 
 
 def basis(size: int) -> torch.Tensor:
@@ -317,7 +316,7 @@ def _deal(count: int, kernel_size: int, seed: int) -> List[Offset]:
     generator, reach = torch.Generator().manual_seed(seed), kernel_size // 2
     dealt: List[Offset] = []
     while len(dealt) < count:
-        order = torch.randperm(kernel_size ** 2, generator=generator).tolist()
+        order = torch.randperm(kernel_size ** 2, generator=generator, device='cpu').tolist()
         dealt += [(i // kernel_size - reach, i % kernel_size - reach) for i in order]
     return dealt[:count]
 
