@@ -83,6 +83,7 @@ class Row(NamedTuple):
 RAW = dict(model='cmhsa_conv_k5_patch4_32', model_kwargs=dict(depth=4, hidden_chans=6))
 ROWS = {
     'phase 1 alone': Row(1., 1.),
+    'phase 1 alone, weights averaged': Row(1., 1., options=dict(ema=0.995)),
     'all blocks, switch 0.4': Row(0.4, 0.48),
     'heads beside, switch 0.4': Row(0.4, 0.78, add_beside),
     'last block, switch 0.4': Row(0.4, 0.77, partial(attend, blocks=slice(3, None))),

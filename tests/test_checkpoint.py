@@ -96,8 +96,8 @@ def test_what_was_assumed_is_in_the_report(model, tmp_path):
     torch.save(phase1(depth=1, hidden_chans=12).state_dict(), tmp_path / 'a.pth')
     report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
     assert report.model_args['img_size'] == (32, 32)
-    assert 'assumed img_size=(32, 32), patch_size=(4, 4), in_chans=3, global_pool=avg' in str(report)
-    given = dict(img_size=16, patch_size=4, in_chans=1, global_pool='max')
+    assert 'assumed img_size=(32, 32), global_pool=avg, act_layer=None, patch_size=(4, 4), in_chans=3' in str(report)
+    given = dict(img_size=16, patch_size=4, in_chans=1, global_pool='max', act_layer='gelu')
     assert 'assumed' not in str(convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', **given))
 
 

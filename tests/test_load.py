@@ -80,10 +80,34 @@ def test_tensors_alone_give_the_shape(
     assert_same(model, load_model(path, **args))
 
 
+def test_what_was_assumed_is_a_warning(tmp_path, caplog):
+    model = convert_model(phase1(kernel_size=11, patch_size=4, img_size=32), peak=0.75)
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    load_model(tmp_path / 'a.pth')
+    assert 'assumed img_size=(36, 36), global_pool=avg, act_layer=None, padding=(1, 1)' in caplog.text
+    caplog.clear()
+    args = dict(padding=2, act_layer='gelu', global_pool='avg')
+    assert_same(model, load_model(tmp_path / 'a.pth', **args))
+    assert 'assumed img_size=(32, 32)\n' in caplog.text
+    caplog.clear()
+    load_model(tmp_path / 'a.pth', img_size=32, **args)
+    assert not caplog.text
+
+
+def test_a_stem_can_be_left_out_or_added(tmp_path):
+    """Models with other first convolutions than those of their names load for images of one channel."""
+    for i, (name, args) in enumerate((
+            ('cmhsa_hybrid_attn_32', dict(stem='', hidden_chans=3)),
+            ('cmhsa_attn_patch4_32', dict(stem='6p-8p', hidden_chans=8)))):
+        save_model(timm.create_model(name, depth=1, **args), tmp_path / str(i))
+        loaded = timm.create_model(f'local-dir:{tmp_path / str(i)}', pretrained=True, in_chans=1)
+        assert loaded.patch_embed(torch.zeros(1, 1, 32, 32)).shape[1] == 64
+
+
 @given(embed_dim=st.integers(1, 1024), hidden_dim=st.integers(1, 4096))
 def test_the_width_of_the_mlp_gives_its_ratio(embed_dim, hidden_dim):
     shapes = {'blocks.0.mlp.fc1.weight': (hidden_dim, embed_dim), 'blocks.0.attn.conv.weight': (1, 1, 3, 3)}
-    _, args = infer_model({name: torch.empty(shape, device='meta') for name, shape in shapes.items()}, 'source')
+    _, args = infer_model({name: torch.empty(shape, device='meta') for name, shape in shapes.items()}, 'source', (1, 1))
     assert int(embed_dim * args['mlp_ratio']) == hidden_dim
 
 

@@ -99,6 +99,10 @@ def test_models_that_cannot_be_described_are_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r'norm_layer=.*LayerNorm.* does not go into config\.json'):
         save_model(model, tmp_path / 'out')
     assert not list(tmp_path.iterdir())
+    model = timm.create_model('test_cmhsa_conv_k3')
+    model.prune_intermediate_layers([0], prune_norm=True)
+    with pytest.raises(CheckpointError, match='The final norm was pruned'):
+        save_model(model, tmp_path / 'pruned')
 
 
 # What is there stays

@@ -40,6 +40,9 @@ def convert_model(
     float32 at least, and so is their model, since half precision would round what they add and subtract.) The same
     model always gives the same result: the random start of keys and spare heads has a fixed seed.
 
+    A change of the image size afterwards keeps the function as well, unless the grid was smaller than the kernel's
+    reach, whose offsets it did not need: then change the size before.
+
     Args:
         model: A `CmhsaConv`, or a wrapper of one (EMA, DistributedDataParallel, torch.compile).
         architecture: Registered phase-2 model to convert to, such as 'cmhsa_attn_soft'. By default `cmhsa_attn`, with

@@ -5,6 +5,7 @@ arguments below, within their bounds, reach timm.
 """
 import argparse
 import json
+import logging
 import math
 import os
 import reprlib
@@ -21,7 +22,10 @@ from timm.models import clean_state_dict
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
 from .models import Cmhsa
+from .rel_pos import Grid, PaddedRelPosTable
 from .variants import registered_variant
+
+_logger = logging.getLogger(__name__)
 
 PathLike = Union[str, Path]
 
@@ -41,7 +45,7 @@ LIMITS = {
 FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
 WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer', 'mlp_layer', 'stem')
 MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
-NOT_IN_TENSORS = 'img_size', 'patch_size', 'in_chans', 'global_pool'  # of phase 1
+NOT_IN_TENSORS = 'img_size', 'global_pool', 'act_layer'
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -73,7 +77,11 @@ def load_model(
         CheckpointError: If the checkpoint cannot be read, or is not of this model.
         HubError: If it cannot be downloaded.
     """
-    return build_model(read_checkpoint(source, use_ema), source, architecture, model_kwargs)
+    checkpoint = read_checkpoint(source, use_ema)
+    model = build_model(checkpoint, source, architecture, model_kwargs)
+    for note in checkpoint.notes:
+        _logger.warning('%s: %s', source, note)
+    return model
 
 
 def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
@@ -128,8 +136,9 @@ def build_model(
     told = {**checkpoint.model_args, 'num_classes': _num_classes(checkpoint.state_dict)}
     for key in told.keys() & given.keys():
         if to_2tuple(told[key]) != to_2tuple(given[key]):
+            later = ', and call set_input_size afterwards' if key == 'img_size' else ''
             raise CheckpointError(
-                f'{source} was trained with {key}={told[key]}, but {key}={given[key]} was given: leave it out.')
+                f'{source} was trained with {key}={told[key]}, but {key}={given[key]} was given: leave it out{later}.')
     args, assumed = {**told, **given}, []
     name = architecture or checkpoint.architecture
     if name is not None and name.startswith(('local-dir:', *HUB_PREFIXES)):
@@ -138,11 +147,11 @@ def build_model(
         raise CheckpointError(
             f'{source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by timm.create_model.')
     if name is None or name in timm.list_models('*cmhsa*'):
-        kind, inferred = infer_model(checkpoint.state_dict, source)
+        kind, inferred = infer_model(checkpoint.state_dict, source, to_2tuple(args.get('padding', 1)))
         if name is None:
-            is_raw = kind.startswith('cmhsa_conv') and 'stem' not in inferred
-            keys = NOT_IN_TENSORS if is_raw else ('img_size', 'global_pool')
-            assumed = [key for key in keys if key not in args]
+            more = ('patch_size', 'in_chans') if kind.startswith('cmhsa_conv') and 'stem' not in inferred else (
+                ('padding',) if inferred.get('rel_pos') == PaddedRelPosTable.name else ())
+            assumed = [key for key in (*NOT_IN_TENSORS, *more) if key not in args]
         args = {**checked_args(inferred, str(source)), **args}
         patch_size = to_2tuple(args['patch_size'])
         img_size = args.get('img_size', USUAL_GRID * patch_size[0])
@@ -183,8 +192,9 @@ def _infer_stem(state_dict: Mapping[str, torch.Tensor]) -> Dict[str, Any]:
     return dict(stem=stem, patch_size=2 ** stem.count('p'), in_chans=convs[0][1])
 
 
-def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tuple[str, Dict[str, Any]]:
-    """Return the kind of a model and the arguments that the shapes of its tensors determine."""
+def infer_model(
+        state_dict: Mapping[str, torch.Tensor], source: PathLike, padding: Grid) -> Tuple[str, Dict[str, Any]]:
+    """Return the kind of a model and the arguments that the shapes of its tensors determine, given the padding."""
     try:
         is_depthwise = 'blocks.0.mlp.conv.conv.weight' in state_dict
         hidden_dim, dim, *_ = state_dict[f'blocks.0.mlp.fc1{".conv" if is_depthwise else ""}.weight'].shape
@@ -214,10 +224,11 @@ def infer_model(state_dict: Mapping[str, torch.Tensor], source: PathLike) -> Tup
         head_dim = state_dict['blocks.0.attn.proj.weight'].shape[1] // num_heads
         qk_dim = (len(state_dict['blocks.0.attn.qkv.weight']) // num_heads - head_dim) // 2
         is_padded = 'blocks.0.attn.rel_pos.bias_scale' in state_dict
-        side = (math.isqrt(len(state_dict['blocks.0.attn.rel_pos.relative_position_bias_table'])) + 1) // 2 - is_padded
+        side = (math.isqrt(len(state_dict['blocks.0.attn.rel_pos.relative_position_bias_table'])) + 1) // 2
         args.update(
-            img_size=tuple(side * patch for patch in patch_size), num_heads=num_heads, head_dim=head_dim, qk_dim=qk_dim,
-            qkv_bias='blocks.0.attn.qkv.bias' in state_dict, rel_pos='padded_table' if is_padded else 'table')
+            img_size=tuple((side - is_padded * pad) * patch for pad, patch in zip(padding, patch_size)),
+            num_heads=num_heads, head_dim=head_dim, qk_dim=qk_dim, qkv_bias='blocks.0.attn.qkv.bias' in state_dict,
+            rel_pos='padded_table' if is_padded else 'table')
         return 'cmhsa_attn_soft' if is_padded else 'cmhsa_attn', args
     except (KeyError, IndexError, ValueError, ZeroDivisionError, StopIteration) as e:
         names = ', '.join(map(reprlib.repr, sorted(state_dict)[:5]))

@@ -78,8 +78,8 @@ class Cmhsa(VisionTransformer):
             proj_drop_rate: Dropout rate of token mixers and MLPs.
             attn_drop_rate: Dropout rate of the attention weights; phase 1 has none.
             drop_path_rate: Stochastic depth rate.
-            norm_layer: Normalization layer.
-            act_layer: MLP activation layer.
+            norm_layer: Normalization layer; the stem and `DepthwiseMlp` have batch norm.
+            act_layer: Activation layer of MLPs and stem.
 
         Raises:
             ValueError: If the image is not divisible by the patch, or has more channels than a token carries, or the
@@ -343,11 +343,14 @@ def create_cmhsa(
         **defaults: Any,
 ) -> T:
     """Build a registered model; `kwargs` overrule the variant's `defaults`."""
+    args = {**defaults, **kwargs}
+    first_conv = 'patch_embed.proj.0.conv' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'
+    args['pretrained_cfg_overlay'] = {**(args.get('pretrained_cfg_overlay') or {}), 'first_conv': first_conv}
     return build_model_with_cfg(
         cls,
         variant,
         pretrained,
         pretrained_filter_fn=filter_fn,
-        feature_cfg=dict(out_indices=kwargs.pop('out_indices', 3), feature_cls='getter'),
-        **{**defaults, **kwargs},
+        feature_cfg=dict(out_indices=args.pop('out_indices', 3), feature_cls='getter'),
+        **args,
     )

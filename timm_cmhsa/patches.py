@@ -151,12 +151,10 @@ class PatchConv2d(nn.Module):
             proj_drop: Dropout rate of the output.
 
         Raises:
-            ValueError: If the width is not that of a patch, or the kernel is even, which would change the image size.
+            ValueError: If the kernel is even, which would change the image size.
         """
         super().__init__()
         kernel_h, kernel_w = to_2tuple(kernel_size)
-        if dim % math.prod(to_2tuple(patch_size)):
-            raise ValueError(f'dim={dim} is not the width of a patch of {patch_size} pixels a side.')
         if kernel_h % 2 == 0 or kernel_w % 2 == 0:
             raise ValueError(f'kernel_size={kernel_size} cannot be centred on a pixel: use an odd size such as 3 or 5.')
         self.patch_size = to_2tuple(patch_size)
@@ -207,8 +205,8 @@ class ConvStem(nn.Sequential):
 class DepthwiseMlp(nn.Module):
     """MLP with batch norm and a depthwise 3 x 3 convolution over the grid of tokens (LocalViT, arXiv 2104.05707).
 
-    Takes the arguments of timm's `Mlp`, and has no biases. The model sets its grid. Maps tokens of shape
-    (B, N, in_features) to the same shape.
+    Takes the arguments that timm's ViT gives an MLP, but has its own norm and no biases. The model sets its grid. As it
+    mixes neighbours, an attention mask does not keep them apart. Maps tokens (B, N, in_features) to the same shape.
     """
 
     def __init__(

@@ -12,6 +12,7 @@ import safetensors.torch
 import torch
 from timm.models._hub import save_config_for_hf
 from timm.models._pretrained import filter_pretrained_cfg
+from torch import nn
 
 from .errors import CheckpointError, one_line
 from .load import WEIGHT_NAMES, PathLike, is_ours, read_json
@@ -63,8 +64,6 @@ def _write_config(model: Cmhsa, path: Path, model_args: Dict[str, Any], model_co
         **model_config.get('pretrained_cfg', {})}
     save_config_for_hf(model, path, {**model_config, 'pretrained_cfg': pretrained_cfg}, model_args)
     config = read_json(path)
-    if model.stem:  # the architecture may be one without
-        config['pretrained_cfg']['first_conv'] = 'patch_embed.proj.0.conv'
     config['model_args'].pop('num_classes', None)  # transformers passes it as well
     config['model_args'].pop('hard_attn', None)  # of the time when the model was created
     path.write_text(json.dumps(config, indent=2), encoding='utf-8')
@@ -74,8 +73,10 @@ def json_args(model: Cmhsa) -> Dict[str, Any]:
     """Return the arguments of `timm.create_model` for a model like this, as config.json can hold them.
 
     Raises:
-        CheckpointError: If an argument is a class or a function.
+        CheckpointError: If an argument is a class or a function, or the final norm was pruned.
     """
+    if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
+        raise CheckpointError('The final norm was pruned, and no arguments give such a model: use prune_norm=False.')
     args = {key: value for key, value in model.model_args().items() if value is not None and key != 'num_classes'}
     for key, value in args.items():
         if not isinstance(value, (bool, int, float, str, tuple, list)):

@@ -19,37 +19,35 @@ def cfg(**kwargs: Any) -> Dict[str, Any]:
         'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
         'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
         'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
-        'first_conv': 'patch_embed.proj', 'classifier': 'head',
+        'classifier': 'head',
         'paper_ids': 'arXiv:2111.01353', 'paper_name': 'Can Vision Transformers Perform Convolution?',
         **kwargs
     }
 
 
 _SMALL = dict(input_size=(3, 32, 32), crop_pct=1.0)
-_CONV = dict(first_conv=())  # phase 1's projection has no weights to adapt to in_chans
-_STEM = dict(first_conv='patch_embed.proj.0.conv')
 
 default_cfgs = generate_default_cfgs({
-    'cmhsa_conv_k3': cfg(**_CONV),
-    'cmhsa_conv_k5': cfg(**_CONV),
+    'cmhsa_conv_k3': cfg(),
+    'cmhsa_conv_k5': cfg(),
     'cmhsa_attn': cfg(),
     'cmhsa_attn_soft': cfg(),
 
-    'cmhsa_conv_k3_patch4_32': cfg(**_CONV, **_SMALL),
-    'cmhsa_conv_k5_patch4_32': cfg(**_CONV, **_SMALL),
+    'cmhsa_conv_k3_patch4_32': cfg(**_SMALL),
+    'cmhsa_conv_k5_patch4_32': cfg(**_SMALL),
     'cmhsa_attn_patch4_32': cfg(**_SMALL),
     'cmhsa_attn_soft_patch4_32': cfg(**_SMALL),
 
-    'cmhsa_hybrid_conv_32': cfg(**_STEM, **_SMALL),
-    'cmhsa_hybrid_conv_64': cfg(**_STEM, input_size=(3, 64, 64), crop_pct=1.0),
-    'cmhsa_hybrid_conv_96': cfg(**_STEM, input_size=(3, 96, 96), crop_pct=1.0),
-    'cmhsa_hybrid_conv_224': cfg(**_STEM),
-    'cmhsa_hybrid_attn_32': cfg(**_STEM, **_SMALL),
-    'cmhsa_hybrid_attn_64': cfg(**_STEM, input_size=(3, 64, 64), crop_pct=1.0),
-    'cmhsa_hybrid_attn_96': cfg(**_STEM, input_size=(3, 96, 96), crop_pct=1.0),
-    'cmhsa_hybrid_attn_224': cfg(**_STEM),
+    'cmhsa_hybrid_conv_32': cfg(**_SMALL),
+    'cmhsa_hybrid_conv_64': cfg(input_size=(3, 64, 64), crop_pct=1.0),
+    'cmhsa_hybrid_conv_96': cfg(input_size=(3, 96, 96), crop_pct=1.0),
+    'cmhsa_hybrid_conv_224': cfg(),
+    'cmhsa_hybrid_attn_32': cfg(**_SMALL),
+    'cmhsa_hybrid_attn_64': cfg(input_size=(3, 64, 64), crop_pct=1.0),
+    'cmhsa_hybrid_attn_96': cfg(input_size=(3, 96, 96), crop_pct=1.0),
+    'cmhsa_hybrid_attn_224': cfg(),
 
-    'test_cmhsa_conv_k3': cfg(**_CONV, **_SMALL),
+    'test_cmhsa_conv_k3': cfg(**_SMALL),
     'test_cmhsa_attn': cfg(**_SMALL),
 })
 

@@ -28,7 +28,8 @@ def explorer_html(
 ) -> str:
     """Return a page that shows the attention of every head from the patch under the mouse.
 
-    Every map (one head, one query) is stored in 255 steps of its largest weight, or of even attention if that is larger, the weight of the zero key exactly.
+    Every map (one head, one query) is stored in 255 steps of its largest weight, or of even attention if that is
+    larger, the weight of the zero key exactly.
 
     Args:
         model: A model with attention of this package.
