@@ -95,4 +95,3 @@ def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
 
 def _base64(tensor: torch.Tensor) -> str:
     return base64.b64encode(tensor.cpu().numpy().tobytes()).decode()  # little-endian, as browsers have it
-
