@@ -181,7 +181,7 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
         model = create_for(title, phase)
     if not cpu:  # the fastest way for CNNs
         torch.backends.cudnn.benchmark = True
-        images, model = (each.to(memory_format=torch.channels_last) for each in (images, model))
+        images, model = images.to(memory_format=torch.channels_last), model.to(memory_format=torch.channels_last)
     if args.compile:
         model.compile()
     step = training_step(model, images, args.amp) if phase == 'training' else inference_step(model, images, args.amp)
