@@ -16,7 +16,7 @@ from ..images import to_pixels
 from .data import PlotError, check_alike, finite_maps, layers_to_draw, model_name, num_weights
 
 MAX_PAGE_BYTES = 64 * 2 ** 20
-STEPS = 255  # of a weight, as a share of the largest of its map
+STEPS = 255  # of a weight, as a share of the scale of its map
 
 
 def explorer_html(
