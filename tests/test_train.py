@@ -110,6 +110,11 @@ def test_pictures_are_pictures(finished):
 def test_models_can_be_loaded_and_compute_what_was_reported(finished, photos):
     output, results = finished
     images, targets = [], []
+    for name, folder in (('phase1', 'phase1'), ('phase2', 'model')):
+        stopped = timm_cmhsa.load_model(output / 'checkpoints' / f'{name}.pth.tar')
+        assert_same(stopped.state_dict(), timm_cmhsa.load_model(output / folder).state_dict())
+        assert stopped.patch_embed.img_size == (SIDE, SIDE)
+        assert stopped.pretrained_cfg['crop_pct'] == 1
     for label, name in enumerate(CLASSES):
         for path in sorted((photos / 'validation' / name).iterdir()):
             images.append(path)
@@ -344,11 +349,14 @@ def test_test_images_are_judged_in_the_end(photos, tmp_path):
     lead = results['lead']['test']['test_resnet'][0]
     assert lead == pytest.approx(results['test']['phase 2'] - results['test']['test_resnet'])
     text = (tmp_path / 'results.md').read_text()
-    assert 'Top-1 on the test images, %: phase 1' in text
+    assert re.search(r'Top-1 on 11 test images, %: phase 1 [0-9.]+ \([0-9.]+ to [0-9.]+\), ', text)
     assert f'on the same test images, in points, with its paired 95 % interval: {lead:+.2f}' in text
     assert open_folder(root).test is not None
     (root / 'test' / 'owl').rename(root / 'test' / 'unknown')
-    assert open_folder(root).test is None
+    data = open_folder(root)
+    assert data.test is None
+    assert data.notes == [
+        f"owl, unknown: in one of {root / 'train'} and {root / 'test'} only, so no model is tested on the latter"]
 
 
 def test_gray_images_for_a_cnn_alone(photos, tmp_path):
@@ -516,12 +524,13 @@ def missing(root):
 
 
 @pytest.mark.parametrize(('spoil', 'options', 'message'), [
-    (empty_class, {}, 'Found no valid file for the classes bee'),
+    (empty_class, {}, 'photos/train: Found no valid file for the classes bee'),
     (other_classes, {}, 'eagle, owl: in one of'),
     (one_class, {}, 'has one class, cat'),
     (one_image, {}, 'has one class, cat'),
     (nested, {}, 'is a folder in a folder'),
-    (all_broken, {}, 'dog needs an image to train on, and one to validate on. left out 4 of 12 images'),
+    (all_broken, {}, 'left out 4 of 12 images'),
+    (all_broken, {}, 'dog needs an image to train on, and one to validate on'),
     (missing, {}, 'is not a folder'),
     (None, dict(batch_size=100), '12 training images are fewer than a step needs'),
     (None, dict(batch_size=3), 'must be even for Mixup'),
@@ -558,12 +567,20 @@ def test_bad_input_is_refused_before_any_training(spoil, options, message, photo
 @pytest.mark.parametrize(('options', 'message'), [
     (['--data-dir', 'nowhere'], 'nowhere is not a folder'),
     (['--epochs', 'many'], "invalid int value: 'many'"),
+    (['--output', os.devnull], f'error: {os.devnull}'),
 ])
 def test_the_command_prints_one_line(options, message, tmp_path):
     result = run_python('-m', 'timm_cmhsa.train', '--output', tmp_path / 'out', *options)
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_a_folder_with_other_results_is_left_as_it_is(photos, tmp_path):
+    (tmp_path / 'results.md').write_text('mine')
+    with pytest.raises(ValueError, match=r'holds a results.md that is not of a training: give another --output'):
+        train_two_phases(photos, output=tmp_path, **OPTIONS)
+    assert [path.name for path in tmp_path.iterdir()] == ['results.md']
 
 
 def test_a_folder_of_another_run_is_left_as_it_is(finished, photos):

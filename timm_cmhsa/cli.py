@@ -85,7 +85,8 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
         print(f"{prog}: error: {one_line(e)} Try pip install 'timm_cmhsa[train]'.", file=sys.stderr)
         return 2
     except (ValueError, TypeError, OSError) as e:
-        print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
+        file = getattr(e, 'filename', None)
+        print(f'{prog}: error: {"" if file is None else f"{file}: "}{one_line(e, 1000)}', file=sys.stderr)
         return 2
     except HubError as e:
         print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)

@@ -117,6 +117,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     results['lead'] = {split: {name: paired_interval(each['phase 2' if epochs2 else 'phase 1'], each[name])
                                for name in others} for split, each in right.items()}
     if 'test' in right:
+        results['num_test'] = len(data.test)
         results['test'] = {title: 100 * each.mean().item() for title, each in right['test'].items()}
         if converted is not None:
             results['test']['converted'] = 100 * trainer.is_right(converted, 'test').mean().item()
@@ -195,6 +196,8 @@ def _note_options(args: argparse.Namespace) -> None:
     changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key, 'None') != options[key])
     if changed:
         raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
+    if not path.exists() and (args.output / 'results.md').exists():
+        raise ValueError(f'{args.output} holds a results.md that is not of a training: give another --output.')
     if args.rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')

@@ -62,7 +62,7 @@ def open_folder(root: Path) -> Data:
     If there is `test/CLASS/*` besides, with the same classes, the models are tested on it in the end.
 
     Raises:
-        ValueError, FileNotFoundError: If it is not such a folder, a class is empty, or the classes differ.
+        ValueError: If it is not such a folder, a class is empty, or the classes differ.
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
@@ -86,21 +86,29 @@ def open_folder(root: Path) -> Data:
         notes.append(f'every tenth image of a class in {root} is held out for validation')
     for i, name in enumerate(train.classes):
         if any(all(target != i for _, target in part.samples) for part in (train, validation)):
-            raise ValueError(f'{root}: {name} needs an image to train on, and one to validate on. {"; ".join(notes)}')
+            missing = f'{root}: {name} needs an image to train on, and one to validate on'
+            raise ValueError('; '.join([*notes, missing]))
     sides = []
     for path, _ in (train.samples[i] for i in evenly_spaced(len(train), NUM_MEASURED)):
         with Image.open(path) as image:
             sides.append(min(image.size))
     test = None
-    if tests is not None and tests != held_out and classes[tests] == train.classes:
-        test = _read(tests, notes)
+    if tests is not None and tests != held_out:
+        if classes[tests] == train.classes:
+            test = _read(tests, notes)
+        else:
+            others = ', '.join(sorted(set(train.classes) ^ set(classes[tests]))[:5])
+            notes.append(f'{others}: in one of {root} and {tests} only, so no model is tested on the latter')
     return Data(train, validation, train.classes, round(median(sides)), notes, test=test,
                 digest=_digest(train, validation))
 
 
 def _read(root: Path, notes: List[str]) -> ImageFolder:
     """Return the images of a folder, without those that cannot be read, which are noted."""
-    images = Photos(str(root), loader=load_photo)
+    try:
+        images = Photos(str(root), loader=load_photo)
+    except FileNotFoundError as e:
+        raise ValueError(f'{root}: {one_line(e)}') from e
     images.samples = [(path, target) for path, target in images.samples if not is_hidden(Path(path).parent.name)]
     if len(images.classes) < 2:
         raise ValueError(f'{root} has one class, {images.classes[0]}: expected two folders of images or more.')

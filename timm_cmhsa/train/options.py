@@ -51,7 +51,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f'learning rate (default: {HYBRID_LR} for hybrids, {LR} for others, less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else that of other models)')
-    add('--warmup-epochs', metavar='N', type=int, default=5, help='(default: %(default)s)')
+    add('--warmup-epochs', metavar='N', type=int, default=5,
+        help='at most a quarter of the epochs (default: %(default)s)')
     add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
     add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
@@ -108,7 +109,8 @@ def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, st
         if getattr(args, name) is None:
             value, reason = (fitting[name], 'fits these images') if name in fitting else (value, reason)
             setattr(args, name, value)
-            notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
+            if value != {}:
+                notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
     size = max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0])
     choose('img_size', size, f'the shorter side of the images is {data.side} pixels')
@@ -126,13 +128,15 @@ def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, st
     lr_scale = min(args.batch_size * args.grad_accum_steps * args.world_size / LR_BATCH, 1.) ** 0.5
     if args.compare:
         choose('compare_lr', args.lr or float(f'{LR * lr_scale:.1e}'), 'of AdamW, for the other models')
-    choose('lr', float(f'{(HYBRID_LR if is_hybrid else LR) * lr_scale:.1e}'), 'of AdamW, for small models')
+    lr = HYBRID_LR if is_hybrid else LR
+    fewer = f', times the square root of {lr_scale ** 2:g} as steps are smaller' if lr_scale < 1 else ''
+    choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for small models and AdamW{fewer}')
     choose('switch', 1. if is_hybrid else 0.4, 'of the epochs are phase 1')
-    choose('no_flip', False, 'images are mirrored, which letters and hands should not be')
+    choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
-    choose('scale', 1. if is_small else CROP, 'small images are shifted' if is_small else 'large images are cropped')
-    choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'an eighth, or crops instead')
+    choose('scale', 1. if is_small else CROP, 'small images are not cropped but shifted' if is_small else 'of the area, or more, is what a crop keeps')
+    choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'pixels at most, an eighth' if args.scale == 1 else 'images are cropped')
     choose('mixup_prob', 0.5, 'of the batches get Mixup or CutMix')
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)

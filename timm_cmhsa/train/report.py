@@ -45,7 +45,7 @@ def write_report(
 
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
-    """Return results.md. The intervals are Wilson's."""
+    """Return results.md."""
     number = results['num_validation']
     rows = {'phase 1': results['phase1_top1']}
     if results['converted_top1'] is not None:
@@ -56,18 +56,18 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         '# Results', '',
         f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
         f'{results["num_train"]} training images; {results["options"]["model"]}, '
-        f'{results["parameters"] / 1e6:.2f} M parameters.']
+        f'{results["parameters"] / 1e6:.2f} M parameters at the end.']
     if results['options']['keep'] == 'best':
         lines.append('The best weights were chosen on the validation images, so their accuracy is optimistic.')
     lines += ['', '| | epochs | minutes | top-1 | 95 % |', '|---|---:|---:|---:|---:|']
     for title, top1 in {**rows, **results['compare']}.items():
-        low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
         last = results['curves'].get(title, [{}])[-1]
         length = f'{last["epoch"]} | {last["seconds"] / 60:.1f}' if last else '- | -'
-        lines.append(f'| {title} | {length} | {top1:.2f} | {100 * low:.1f} to {100 * high:.1f} |')
+        lines.append(f'| {title} | {length} | {top1:.2f} | {interval(top1, number)} |')
     if 'test' in results:
-        tested = ', '.join(f'{title} {top1:.2f}' for title, top1 in results['test'].items())
-        lines += ['', f'Top-1 on the test images, %: {tested}.']
+        number = results['num_test']
+        tested = ', '.join(f'{title} {top1:.2f} ({interval(top1, number)})' for title, top1 in results['test'].items())
+        lines += ['', f'Top-1 on {number} test images, %: {tested}.']
     for split, leads in results['lead'].items():
         for name, (lead, low, high) in leads.items():
             lines += ['', f'Lead over {name} on the same {split} images, in points, with its paired 95 % interval: '
@@ -76,6 +76,12 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
     lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']
     return '\n'.join(lines)
+
+
+def interval(top1: float, number: int) -> str:
+    """Return the 95 % interval of an accuracy on so many images, in percent: Wilson's."""
+    low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
+    return f'{100 * low:.1f} to {100 * high:.1f}'
 
 
 def paired_interval(right: torch.Tensor, other: torch.Tensor) -> List[float]:
@@ -98,7 +104,9 @@ def draw_curves(curves: Dict[str, List[Point]]) -> Figure:
     figure = Figure((10, 4), dpi=120, layout='constrained')
     for axis, key, label in zip(figure.subplots(1, 2), ('train_loss', 'top1'), ('training loss', 'top-1, %')):
         for title, points in curves.items():
-            axis.plot([point['seconds'] / 60 for point in points], [point[key] for point in points], label=title)
+            axis.plot(
+                [point['seconds'] / 60 for point in points], [point[key] for point in points], label=title,
+                marker='o' if len(points) == 1 else '')
         axis.set(xlabel='training time, minutes', ylabel=label)
         axis.grid(alpha=0.3)
     axis.legend()

@@ -24,8 +24,11 @@ from torchvision.transforms import Compose, Grayscale, InterpolationMode, Random
 from torchvision.transforms.v2 import RGB
 from tqdm import tqdm
 
+from ..convert import DATA_KEYS
 from ..errors import one_line
 from ..images import evenly_spaced
+from ..models import Cmhsa
+from ..save import json_args
 from .data import Data
 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
@@ -65,7 +68,11 @@ class Trained:
     def save(self, path: Path) -> None:
         """Save a checkpoint. A kill or a full disk at any moment leaves the old one or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        state = {name: part.state_dict() for name, part in self._parts().items()}
+        state: Dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
+        if isinstance(self.model, Cmhsa):  # what load_model reads
+            cfg = self.model.pretrained_cfg
+            state['args'] = {'model': cfg['architecture'], 'model_kwargs': json_args(self.model),
+                             **{key: cfg[key] for key in DATA_KEYS if cfg.get(key) is not None}}
         try:
             torch.save({'history': self.history, **state}, path.with_suffix('.part'))
         except RuntimeError as e:
@@ -158,6 +165,8 @@ class Trainer:
         if path.exists():
             state.history = state.load(path)
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
+        if state.history and first < epochs.stop and not args.rank:
+            tqdm.write(f'{name} goes on after epoch {first}')
         seconds = state.seconds or (before.seconds if before else 0.)
         with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
                   unit='step', **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
