@@ -135,8 +135,11 @@ def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, st
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
     if args.switch < 1 and args.epochs < 2:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
-    choose('scale', 1. if is_small else CROP, 'small images are not cropped but shifted' if is_small else 'of the area, or more, is what a crop keeps')
-    choose('shift', args.img_size // 8 if args.scale == 1 else 0, 'pixels at most, an eighth' if args.scale == 1 else 'images are cropped')
+    choose('scale', 1. if is_small else CROP,
+        'small images are shifted, not cropped' if is_small else 'of an image, or more, is what a crop keeps')
+    if args.scale == 1:
+        choose('shift', args.img_size // 8, 'pixels at most, an eighth')
+    args.shift = args.shift or 0
     choose('mixup_prob', 0.5, 'of the batches get Mixup or CutMix')
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)
