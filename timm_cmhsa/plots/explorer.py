@@ -1,5 +1,6 @@
 """A page to explore attention with the mouse: one HTML file that needs nothing else, and no network."""
 import base64
+import io
 import json
 from importlib import resources
 from typing import Any, Container, Dict, List, Mapping, Optional, Sequence
@@ -7,9 +8,9 @@ from typing import Any, Container, Dict, List, Mapping, Optional, Sequence
 import torch
 from matplotlib import colormaps
 from matplotlib.colors import to_hex
+from PIL import Image
 from timm.utils import unwrap_model
 from torch import nn
-from torchvision.io import encode_png
 
 from ..analysis import AttentionMaps, layer_grid_size
 from ..images import to_pixels
@@ -58,7 +59,7 @@ def explorer_html(
         'model': model_name(model),
         'steps': STEPS,
         'colors': [to_hex(color) for color in colormaps['magma'](range(256))],
-        'images': [{'title': title, 'png': _base64(encode_png(pixels.permute(2, 0, 1)))}
+        'images': [{'title': title, 'png': _png(pixels)}
                    for title, pixels in zip(titles, to_pixels(images, model))],
         'layers': [
             {'name': name, 'grid': layer_grid_size(model, shown[name]), 'heads': shown[name].num_heads,
@@ -91,6 +92,12 @@ def _encode_maps(maps: AttentionMaps) -> Dict[str, Optional[str]]:
         'scale': _base64(scale),
         'zeroKey': None if maps.zero_key is None else _base64(maps.zero_key[0]),
     }
+
+
+def _png(pixels: torch.Tensor) -> str:
+    file = io.BytesIO()
+    Image.fromarray(pixels.numpy()).save(file, 'png')
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def _base64(tensor: torch.Tensor) -> str:
