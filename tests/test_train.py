@@ -19,7 +19,7 @@ from timm_cmhsa.images import image_reader
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import Data, load_photo, open_folder, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
-from timm_cmhsa.train.report import paired_interval
+from timm_cmhsa.train.report import draw_curves, paired_interval
 from timm_cmhsa.train.trainer import Trainer
 
 CLASSES = 'cat', 'dog', 'owl'
@@ -105,6 +105,12 @@ def test_pictures_are_pictures(finished):
         with Image.open(finished[0] / name) as image:
             assert min(image.size) > 300
             assert len(image.convert('RGB').getcolors(1 << 24)) > 50
+
+
+def test_a_curve_of_one_epoch_is_a_point():
+    points = [dict(seconds=1., train_loss=2., top1=3.), dict(seconds=2., train_loss=1., top1=4.)]
+    for axis in draw_curves({'one': points[:1], 'two': points}).axes:
+        assert [line.get_marker() for line in axis.lines] == ['o', '']
 
 
 def test_models_can_be_loaded_and_compute_what_was_reported(finished, photos):
@@ -219,11 +225,12 @@ except OSError as e:
 
 
 @pytest.mark.parametrize(('name', 'number'), [('phase1', 1), ('phase1', 2), ('phase2', 1), ('phase2', 2)])
-def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos, tmp_path):
+def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos, tmp_path, capsys):
     """Killed while a checkpoint is saved: the last of phase 1 or the first of phase 2 are at the switch."""
     kill = f'saved.count("{name}.pth.tar") == {number} and os.kill(os.getpid(), signal.SIGKILL)'
     assert train_with_hook(kill, photos, tmp_path).returncode == -signal.SIGKILL
     results = train_two_phases(photos, output=tmp_path, **OPTIONS)
+    assert (f'{name} goes on after epoch {1 if name == "phase1" else 3}' in capsys.readouterr().out) == (number == 2)
     assert results['top1'] == finished[1]['top1']
     assert_same(weights(tmp_path), weights(finished[0]))
 
