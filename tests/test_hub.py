@@ -3,6 +3,7 @@ import json
 import logging
 import re
 import socket
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -137,7 +138,12 @@ def test_a_converted_model_gets_a_card(hub, tmp_path):
     timm_cmhsa.convert_checkpoint(tmp_path / 'phase1.pth', tmp_path / 'net', img_size=32)
     push_to_hub(timm_cmhsa.load_model(tmp_path / 'net'), 'alice/net')
     assert hub.files('alice/net').keys() == {*FILES, '.gitattributes'}
-    assert 'hf-hub:alice/net' in hub.files('alice/net')['README.md'].decode()
+    card = hub.files('alice/net')['README.md'].decode()
+    assert 'hf-hub:alice/net' in card
+    project = Path(__file__).parents[1].joinpath('pyproject.toml').read_text()
+    repository = re.search(r'^Repository = "(.*)"$', project, re.M)[1]
+    assert f'pip install git+{repository}\n' in card
+    assert f'[Documentation of timm_cmhsa]({repository})' in card
     assert_same_function(model, load('hf-hub:alice/net'), 1e-5)
 
 

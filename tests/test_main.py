@@ -40,7 +40,11 @@ def test_same_as_the_script_by_itself(folder, arguments):
 
 @pytest.mark.parametrize(('arguments', 'code', 'said'), [
     (['--help'], 0, 'usage: python -m timm_cmhsa [-h] SCRIPT'), ([], 2, 'usage: python -m timm_cmhsa [-h] SCRIPT'),
-    (['missing.py'], 2, "can't open file")])  # 2 is Python's
+    (['missing.py'], 2, "can't open file"),  # 2 is Python's
+    (['train', '--data-dir', 'DIR'], 2, 'Did you mean this package\'s trainer, `python -m timm_cmhsa.train`?'),
+    (['train', '--data-dir', 'DIR'], 2, '`python -m timm_cmhsa PATH/TO/train.py`'),
+    (['train.py'], 2, "Did you mean timm's script? Give its path in a clone"),
+    (['train.py'], 2, 'trainer is `python -m timm_cmhsa.train`')])
 def test_usage(folder, monkeypatch, capsys, arguments, code, said):
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, 'argv', ['timm_cmhsa', *arguments])

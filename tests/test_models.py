@@ -55,6 +55,19 @@ def test_registered_models():
         assert type(timm.create_model(name, device='meta')) is cls
 
 
+@pytest.mark.parametrize(('name', 'other', 'remedy'), [
+    (ATTN, CONV, 'rewrite them by `convert_checkpoint CHECKPOINT FOLDER`'), (CONV, ATTN, 'timm_cmhsa.load_model')])
+def test_weights_of_the_other_phase_are_named(name, other, remedy, tmp_path):
+    file = str(tmp_path / 'last.pth.tar')
+    torch.save(dict(state_dict=timm.create_model(other, in_chans=1).state_dict()), file)
+    for options in (dict(checkpoint_path=file), dict(pretrained=True, pretrained_cfg_overlay=dict(file=file))):
+        with pytest.raises(ValueError, match=remedy) as error:
+            timm.create_model(name, **options)
+        assert 'Missing key' not in str(error.value)
+    incompatible = timm.create_model(name).load_state_dict(torch.load(file)['state_dict'], strict=False)
+    assert incompatible.unexpected_keys
+
+
 @pytest.mark.parametrize('kernel_size', [3, 5])
 def test_phase_1_is_the_papers(kernel_size):
     model = timm.create_model(f'cmhsa_conv_k{kernel_size}', device='meta')

@@ -574,6 +574,7 @@ def test_bad_input_is_refused_before_any_training(spoil, options, message, photo
 @pytest.mark.parametrize(('options', 'message'), [
     (['--data-dir', 'nowhere'], 'nowhere is not a folder'),
     (['--epochs', 'many'], "invalid int value: 'many'"),
+    (['--model-ema'], 'unrecognized arguments: --model-ema; averaged weights are --ema DECAY here'),
     (['--output', os.devnull], f'error: {os.devnull}'),
 ])
 def test_the_command_prints_one_line(options, message, tmp_path):

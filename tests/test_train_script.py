@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -21,6 +22,7 @@ import yaml
 from timm.models import save_for_hf
 
 from timm_cmhsa import convert_checkpoint, load_model
+from timm_cmhsa.cli import convert_main
 
 CLONE = Path(os.environ.get('TIMM_CLONE', ''))
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(
@@ -131,6 +133,28 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
     larger = ['--img-size', 24, '--model-kwargs', 'img_size=24']
     train(digits, tmp_path / 'larger', model, '--pretrained', *larger)
     assert last_top1(tmp_path / 'larger') > 20
+
+
+def test_hint_of_a_conversion_can_be_followed(digits, phase1, tmp_path, monkeypatch, capsys):
+    (tmp_path / 'pytorch-image-models').symlink_to(CLONE.resolve())
+    (tmp_path / 'DIR').symlink_to(digits)
+    monkeypatch.chdir(tmp_path)
+    assert convert_main([str(phase1 / 'model_best.pth.tar'), 'phase 2']) == 0
+    python, *hint = shlex.split(capsys.readouterr().out.split('train it: ')[1])
+    assert python == 'python'
+    stdout = run(*hint, '--epochs', 1, '--device', DEVICE, '-j', 1, '--experiment', 'run')
+    assert 'Train: 0 [' in stdout
+    assert (tmp_path / 'output/train/run/last.pth.tar').exists()
+
+
+def test_phase1_weights_for_phase2_name_the_conversion(digits, phase1, tmp_path):
+    result = subprocess.run(
+        [sys.executable, *map(str, [CLONE / 'train.py', *options(
+            digits, tmp_path / 'run', ATTN, '--initial-checkpoint', phase1 / 'model_best.pth.tar')])],
+        capture_output=True, text=True)
+    assert result.returncode == 1
+    assert 'convert_checkpoint' in result.stderr.splitlines()[-1]
+    assert 'Missing key' not in result.stderr
 
 
 @pytest.mark.parametrize('extra', [[], ['--torchcompile'], ['--amp', '--amp-dtype', 'bfloat16', '--model-ema']])

@@ -1,6 +1,7 @@
 """The commands `convert_checkpoint` and `plot_attention`: options, exit codes and one-line errors."""
 import argparse
 import re
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -20,6 +21,7 @@ CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn*) checkpoint that computes the same, and verify it
 before it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the
 Hugging Face Hub was not reached or refused; a model that was converted before is kept.'''
+TRAIN = 'python -m timm_cmhsa pytorch-image-models/train.py --data-dir DIR --model {model} --pretrained'
 PLOT_DESCRIPTION = '''\
 Draw what the heads of a model look at, and how much like a convolution they are; from several checkpoints, also how
 that moves during training. Exit code 2: bad input; nothing is written then.'''
@@ -53,7 +55,7 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
             url = push_to_hub(load_model(dst), repo_id, private=private, license=license, details=report.details)
             print(f'published at {url}')
         elif dst.is_dir():
-            print(f"train it with timm's train.py: --model local-dir:{dst} --pretrained")
+            print(f'train it: {TRAIN.format(model=shlex.quote(f"local-dir:{dst}"))}')
 
     return run_command(parser.prog, convert)
 

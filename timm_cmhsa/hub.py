@@ -22,6 +22,7 @@ from .version import __version__
 
 _logger = logging.getLogger(__name__)
 
+REPOSITORY = 'https://github.com/OWNER/timm_cmhsa'
 DESCRIPTIONS = {
     'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer with a convolution over the whole image in '
                  'place of each attention. timm_cmhsa rewrites it exactly as self-attention.',
@@ -33,13 +34,19 @@ AUTHORS = {  # of the papers, and the year
     'arXiv:2111.01353': ('Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui', 2021),
     'arXiv:1911.03584': ('Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin', 2019),
 }
-USAGE = '''```python
+USAGE = '''```bash
+pip install git+{repository}
+```
+
+```python
 import timm
 import timm_cmhsa  # registers the architecture
 
 model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
-```'''
+```
+
+[Documentation of timm_cmhsa]({repository})'''
 
 
 def save_for_hub(
@@ -202,7 +209,7 @@ def model_card(
             'Paper': f'[{paper}](https://arxiv.org/abs/{paper_id})',
             'Made with': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
         },
-        'usage': USAGE.format(repo_id=repo_id),
+        'usage': USAGE.format(repo_id=repo_id, repository=REPOSITORY),
         'citation': (
             f'@article{{arxiv{paper_id},\n  title={{{paper}}},\n  author={{{authors}}},\n'
             f'  journal={{arXiv preprint arXiv:{paper_id}}},\n  year={{{year}}}\n}}'),

@@ -117,7 +117,7 @@ def read_checkpoint(source: PathLike, use_ema: bool = True) -> Checkpoint:
         config = _train_config(content)
     keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
     key = next((key for key in keys if content.get(key) is not None), None)
-    notes = [f'averaged (EMA) weights, {key}'] if key in EMA_KEYS else []
+    notes = [f'averaged (EMA) weights, {key}: validate.py needs --use-ema for the same'] if key in EMA_KEYS else []
     state_dict = named_tensors(content if key is None else content[key], str(path))
     return Checkpoint(state_dict, *_checked_config(config, str(path)), notes)
 

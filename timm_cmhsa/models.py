@@ -8,7 +8,7 @@ self-attention with relative position bias. Otherwise both are timm's `VisionTra
 position embedding, with global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, Optional, Set, Type, TypeVar
+from typing import Any, Callable, Dict, Mapping, Optional, Set, Type, TypeVar
 
 import torch
 from timm.layers import LayerType, Mlp, to_2tuple
@@ -165,6 +165,11 @@ class Cmhsa(VisionTransformer):
         super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
         self._set_grid_size()
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        if strict:
+            check_phase(state_dict, self)
+        return super().load_state_dict(state_dict, strict, assign)
+
     def _set_grid_size(self) -> None:
         for layer in (layer for block in self.blocks for layer in (block.attn, block.mlp)):
             if hasattr(layer, 'set_grid_size'):
@@ -307,8 +312,21 @@ def _update_hard_attn(model: nn.Module, incompatible_keys: Any = None) -> None:
         raise
 
 
+def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:
+    """Raise ValueError if these are the tensors of the other phase."""
+    if isinstance(model, CmhsaAttn) and 'blocks.0.attn.conv.weight' in state_dict:
+        raise ValueError(
+            'These are weights of phase 1 (cmhsa_*conv*), and the model is of phase 2: rewrite them by '
+            '`convert_checkpoint CHECKPOINT FOLDER`, and take local-dir:FOLDER as the model, with pretrained=True.')
+    if isinstance(model, CmhsaConv) and 'blocks.0.attn.qkv.weight' in state_dict:
+        raise ValueError(
+            'These are weights of phase 2 (cmhsa_*attn*), and the model is of phase 1: load them into the model that '
+            'they are of, or by timm_cmhsa.load_model.')
+
+
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
     """Pad or crop the bias tables of a checkpoint for another image size."""
+    check_phase(state_dict, model)
     grid_size, out_dict = model.patch_embed.grid_size, {}
     tables = {f'{name}.relative_position_bias_table': module for name, module in model.named_modules()
               if isinstance(module, RelPosTable)}

@@ -210,7 +210,7 @@ def _save(models: Models, args: argparse.Namespace, data: Data, results: Dict[st
         if isinstance(model, Cmhsa):
             save_for_hub(
                 model, args.output / name, force=True, label_names=data.class_names,
-                results={'Top-1': round(results['phase1_top1' if name == 'phase1' else 'top1'], 2)},
+                results={'Top-1': round(results['top1' if name == 'model' else f'{name}_top1'], 2)},
                 details={'Training': f'{len(data.train)} images, validated on {len(data.validation)} others'})
     if not isinstance(models['model'], Cmhsa):
         _save_for_timm(models['model'], args.output / 'model', args.model_kwargs, data.class_names)
