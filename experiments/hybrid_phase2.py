@@ -29,7 +29,7 @@ from torch import nn
 
 import timm_cmhsa
 from timm_cmhsa.attention import RelPosAttention
-from timm_cmhsa.patches import Mask, PatchConv2d
+from timm_cmhsa.layers import Mask, PatchConv2d
 from timm_cmhsa.rel_pos import BIAS_SCALE
 from timm_cmhsa.train import train_two_phases
 

@@ -16,8 +16,8 @@ from torch import nn
 
 import timm_cmhsa
 from timm_cmhsa import CmhsaAttn, CmhsaConv, patchify
+from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.construction import plan_heads
-from timm_cmhsa.save import save_model
 
 CONV, ATTN = 'test_cmhsa_conv_k3', 'test_cmhsa_attn'
 THIN = dict(num_heads=10, head_dim=24, rel_pos='padded_table')
@@ -49,7 +49,7 @@ def test_registered_models():
              for size in ('', '_patch4_32')]
     names += [f'cmhsa_hybrid_{kind}_{size}' for kind in ('attn', 'conv') for size in (32, 64, 96, 224)]
     assert sorted(timm.list_models('cmhsa*')) == sorted(names)
-    assert set(names) <= set(timm.list_models(module='variants'))
+    assert set(names) <= set(timm.list_models(module="models"))
     for name in names:
         cls = CmhsaAttn if 'attn' in name else CmhsaConv
         assert type(timm.create_model(name, device='meta')) is cls
@@ -274,7 +274,7 @@ def test_bad_image_sizes_leave_the_model_as_it_was(name, kwargs):
 
 
 def test_weights_of_a_stem_fit_other_channels(tmp_path):
-    save_model(random_model(CONV, depth=1, **HYBRID), tmp_path / 'model')
+    Checkpoint.of(random_model(CONV, depth=1, **HYBRID)).write(tmp_path / 'model')
     gray = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True, in_chans=1)
     assert gray(images_for(gray)).shape == (2, 1000)
 
@@ -296,7 +296,7 @@ def test_pretrained_weights_fit_other_channels_and_classes(tmp_path):
 def test_weights_of_another_image_size_load(kwargs, source_size, size, tmp_path):
     """A folder names its image size. A file does not: it is the model's usual one, or a square."""
     source = random_model(ATTN, img_size=source_size, depth=1, num_classes=5, **kwargs)
-    save_model(source, tmp_path / 'model')
+    Checkpoint.of(source).write(tmp_path / 'model')
     torch.save(source.state_dict(), tmp_path / 'weights.pth')
     kwargs = dict(kwargs, depth=1, num_classes=5)
     same = timm.create_model(ATTN, img_size=source_size, checkpoint_path=str(tmp_path / 'weights.pth'), **kwargs)

@@ -12,10 +12,10 @@ from PIL import Image
 from timm.data import create_transform
 
 from timm_cmhsa import CheckpointError, load_model
+from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.cli import plot_main as main
 from timm_cmhsa.images import choose_images, data_config, read_folder
 from timm_cmhsa.plots import PlotError, in_order_of_training, plot_attention
-from timm_cmhsa.save import save_model
 
 KWARGS = dict(depth=2, num_heads=3)
 
@@ -32,10 +32,10 @@ def folder(tmp_path_factory):
             {'epoch': epoch, 'arch': 'test_cmhsa_attn', 'state_dict': model.state_dict(), 'args': args},
             folder / f'checkpoint-{epoch}.pth.tar')
     torch.save(model.state_dict(), folder / 'plain.pth')
-    save_model(model, folder / 'local')
-    save_model(timm.create_model('test_cmhsa_attn', depth=2, num_heads=2), folder / 'two_heads')
-    save_model(timm.create_model('test_cmhsa_attn', depth=2, num_heads=3, img_size=64), folder / 'large')
-    save_model(timm.create_model('test_cmhsa_conv_k3'), folder / 'phase1')
+    Checkpoint.of(model).write(folder / 'local')
+    Checkpoint.of(timm.create_model('test_cmhsa_attn', depth=2, num_heads=2)).write(folder / 'two_heads')
+    Checkpoint.of(timm.create_model('test_cmhsa_attn', depth=2, num_heads=3, img_size=64)).write(folder / 'large')
+    Checkpoint.of(timm.create_model('test_cmhsa_conv_k3')).write(folder / 'phase1')
     for name in 'abcde':
         (folder / 'images' / name).mkdir(parents=True)
         pixels = torch.randint(256, (40, 48, 3), dtype=torch.uint8).numpy()

@@ -14,7 +14,7 @@ from torch import nn
 import timm_cmhsa
 from timm_cmhsa import conv2d_to_attention, patchify
 from timm_cmhsa.attention import RelPosAttention
-from timm_cmhsa.save import save_model
+from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.shifts import HardAttention, hard_offsets, shift_tokens
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
@@ -152,7 +152,7 @@ def test_a_trained_hard_model_is_attention_as_well(kwargs, tmp_path):
     assert max_error(expected, after) > 1e-2
     if 'num_heads' not in kwargs:  # spare heads learn as attention only
         torch.testing.assert_close(train_a_little(source)(IMAGES), after, atol=1e-3, rtol=0)
-    save_model(model, tmp_path / 'model')
+    Checkpoint.of(model).write(tmp_path / 'model')
     for loaded in (timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True, hard_attn=hard).eval()
                    for hard in (False, True)):
         torch.testing.assert_close(loaded(IMAGES), after, atol=1e-5, rtol=0)
@@ -275,7 +275,7 @@ def test_a_model_that_is_no_longer_hard_is_saved_as_attention(tmp_path):
     model.set_hard_attn(False)
     for block in model.blocks:
         nn.init.normal_(block.attn.qkv.weight)
-    save_model(model, tmp_path / 'model')
+    Checkpoint.of(model).write(tmp_path / 'model')
     for loaded in (timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True).eval(),
                    timm_cmhsa.load_model(tmp_path / 'model')):
         assert torch.equal(loaded(IMAGES), model(IMAGES))
@@ -285,12 +285,12 @@ def test_a_model_with_one_layer_for_inference_is_not_saved(tmp_path):
     model = converted()
     nn.init.normal_(model.blocks[0].attn.qkv.weight)
     with pytest.raises(ValueError, match='use its source'):
-        save_model(reparameterize_model(model), tmp_path / 'model')
+        Checkpoint.of(reparameterize_model(model)).write(tmp_path / 'model')
 
 
 def test_loading_as_shifts(tmp_path):
     source = converted()
-    save_model(source, tmp_path / 'model')
+    Checkpoint.of(source).write(tmp_path / 'model')
     model = timm_cmhsa.load_model(tmp_path / 'model', hard_attn=True)
     assert all(block.attn.shifts is not None for block in model.blocks)
     torch.testing.assert_close(model(IMAGES), source(IMAGES), atol=1e-5, rtol=0)

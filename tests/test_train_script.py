@@ -138,13 +138,14 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
 def test_hint_of_a_conversion_can_be_followed(digits, phase1, tmp_path, monkeypatch, capsys):
     (tmp_path / 'pytorch-image-models').symlink_to(CLONE.resolve())
     (tmp_path / 'DIR').symlink_to(digits)
+    (tmp_path / 'examples').symlink_to(EXAMPLES)
     monkeypatch.chdir(tmp_path)
     assert convert_main([str(phase1 / 'model_best.pth.tar'), 'phase 2']) == 0
-    python, *hint = shlex.split(capsys.readouterr().out.split('train it: ')[1])
+    python, *hint = shlex.split(capsys.readouterr().out.split('clone: ')[1])
     assert python == 'python'
-    stdout = run(*hint, '--epochs', 1, '--device', DEVICE, '-j', 1, '--experiment', 'run')
+    stdout = run(*hint, '--epochs', 1, '--device', DEVICE, '-j', 1)
     assert 'Train: 0 [' in stdout
-    assert (tmp_path / 'output/train/run/last.pth.tar').exists()
+    assert (tmp_path / 'output/train/phase2/last.pth.tar').exists()
 
 
 def test_phase1_weights_for_phase2_name_the_conversion(digits, phase1, tmp_path):

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple, use_fused_attn
 from torch import nn
 
-from .patches import Mask, Size2d, reject_attn_mask
+from .layers import Mask, Size2d, reject_attn_mask
 from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness, precise_dtype
 from .shifts import HardAttention, HeadShifts, hard_offsets
 
@@ -135,9 +135,16 @@ class RelPosAttention(nn.Module):
         """
         if enable and self.attn_drop.p:
             raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
-        if enable or self.shifts is not None:
-            self.shifts = HeadShifts(self.all_hard_offsets(), self.head_dim, self.grid_size) if enable else None
-            self.rel_pos.requires_grad_(not enable)
+        if enable:
+            shifts = HeadShifts(self.all_hard_offsets(), self.head_dim, self.grid_size)
+            if self.shifts is None:
+                self.learned = [name for name, parameter in self.rel_pos.named_parameters() if parameter.requires_grad]
+            self.shifts = shifts
+            self.rel_pos.requires_grad_(False)
+        elif self.shifts is not None:
+            self.shifts = None
+            for name in self.learned:
+                self.rel_pos.get_parameter(name).requires_grad_(True)
 
     def all_hard_offsets(self) -> List[Optional[Tuple[int, int]]]:
         """Return the offset of every head, None for a head with a zero output projection.

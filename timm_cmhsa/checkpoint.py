@@ -1,127 +1,428 @@
-"""Convert a phase-1 checkpoint into a phase-2 checkpoint: load, convert, verify, save."""
+"""Checkpoints: tensors, and which model they are of, in a file, a folder, or on the Hugging Face Hub.
+
+No code of a file is run: tensors are read by safetensors or `torch.load(weights_only=True)`, and only the model
+arguments below, within their bounds, reach timm. A model is written whole or not at all, and nothing is replaced
+unasked.
+"""
+import argparse
+import contextlib
+import json
+import logging
+import math
 import os
+import reprlib
+import secrets
+import shutil
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
 
+import safetensors
+import safetensors.torch
+import timm
 import torch
+from huggingface_hub import snapshot_download
+from timm.layers import to_2tuple
+from timm.models import clean_state_dict
+from timm.models._pretrained import filter_pretrained_cfg
+from torch import nn
 
-from .construction import HeadOptions
-from .convert import ConversionReport, convert_with, verify
-from .errors import CheckpointError
-from .images import read_folder
-from .load import Checkpoint, PathLike, build_model, local_path, named_tensors, read_checkpoint
-from .models import CmhsaConv
-from .patches import Size2d
-from .rel_pos import precise_dtype
-from .save import check_destination, save_model
+from .convert import DATA_KEYS
+from .errors import CheckpointError, HubError, one_line
+from .infer import infer_model, num_classes
+from .models import Cmhsa, registered_variant
 
-MAX_ERROR = 1e-4  # of the logits and of a layer, relative to the largest value
-NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
+_logger = logging.getLogger(__name__)
+
+PathLike = Union[str, Path]
+
+HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
+EMA_KEYS = ('state_dict_ema', 'model_ema')
+WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
+PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+LABEL_KEYS = ('label_names', 'label_descriptions')
+USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
+MAX_WORD = 100  # letters
+MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
+
+# Model arguments that a file or the Hub may set. Largest values of whole numbers, and, as floats, of other numbers.
+LIMITS = {
+    'img_size': 4096, 'patch_size': 1024, 'kernel_size': 255, 'padding': 255, 'in_chans': 1000, 'hidden_chans': 10_000,
+    'num_classes': 10 ** 6, 'depth': 200, 'num_heads': 10_000, 'head_dim': 100_000, 'qk_dim': 100_000,
+    'mlp_ratio': 1000., 'init_values': 1000., 'drop_rate': 1., 'proj_drop_rate': 1., 'attn_drop_rate': 1.,
+    'drop_path_rate': 1.}
+FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
+WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer', 'mlp_layer', 'stem')
+MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-class VerificationError(RuntimeError):
-    """The converted model differs from its source; nothing was written."""
-
-
-def convert_checkpoint(
-        src: PathLike,
-        dst: PathLike,
-        *,
+def load_model(
+        source: PathLike,
         architecture: Optional[str] = None,
-        num_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        qk_dim: Optional[int] = None,
-        sharpness: Optional[float] = None,
-        rel_pos: Optional[str] = None,
-        peak: Optional[float] = None,
         use_ema: bool = True,
-        images: Optional[PathLike] = None,
-        tolerance: float = MAX_ERROR,
-        force: bool = False,
         **model_kwargs: Any,
-) -> ConversionReport:
-    """Rewrite a phase-1 checkpoint as a phase-2 checkpoint, verify that both compute the same, and write it.
-
-    Checkpoints in half precision are converted, and saved, in float32.
+) -> Cmhsa:
+    """Load a model of this package, in eval mode, on the CPU.
 
     Args:
-        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on the
-            Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
-        dst: Folder for `timm.create_model('local-dir:DST', pretrained=True)`, or a `.safetensors` or `.pth` file.
-        architecture, num_heads, head_dim, qk_dim, sharpness, rel_pos, peak: See `convert_model`.
-        use_ema: Convert the averaged weights of a training checkpoint if it has them, as timm does.
-        images: Folder of images to verify on besides random ones; at most 64 are taken.
-        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
-        force: Replace the file, or the folder of a model of this package, at the destination.
-        **model_kwargs: Arguments of the phase-1 model that the checkpoint lacks, such as `img_size`.
+        source: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on
+            the Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
+        architecture: timm's name of the model; by default what the checkpoint says, or what fits its tensors.
+        use_ema: Take the averaged weights of a training checkpoint if it has them, as timm does.
+        **model_kwargs: Arguments of `timm.create_model` that the checkpoint lacks.
 
     Raises:
-        CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
-        ValueError: If there is no exact rewrite with these heads. Nothing was written.
-        HubError: If the input cannot be downloaded. Nothing was written.
-        VerificationError: If the error is above the tolerance. Nothing was written.
+        CheckpointError: If the checkpoint cannot be read, or is not of this model.
+        HubError: If it cannot be downloaded.
     """
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
-    options.check()
-    dst = check_destination(dst, force)
-    source = Path(os.path.realpath(local_path(src)))
-    if dst in (source, *source.parents) or (dst.parent == source and dst.is_file()):
-        raise CheckpointError(f'{dst} is the source, or one holds the other: choose another destination.')
-    checkpoint = read_checkpoint(src, use_ema)
-    model = build_model(checkpoint, src, None, model_kwargs)
-    if not isinstance(model, CmhsaConv):
-        raise CheckpointError(f'{src} holds a {type(model).__name__}, not a phase-1 model (cmhsa_conv_*).')
-    model = model.to(precise_dtype(next(model.parameters()).dtype))
-    converted, options = convert_with(model, architecture, options)
-
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(NUM_RANDOM_IMAGES, model.in_chans, *model.patch_embed.img_size, generator=generator)
-    if images is not None:
-        pixels = torch.cat([pixels, read_folder(Path(images), converted, MAX_REAL_IMAGES)[0]])
-    report = ConversionReport(
-        **vars(verify(model, converted, pixels)),
-        architecture=converted.pretrained_cfg['architecture'],
-        model_args=converted.model_args(),
-        options=options,
-        num_images=(NUM_RANDOM_IMAGES, len(pixels) - NUM_RANDOM_IMAGES),
-        notes=checkpoint.notes,
-    )
-    if not report.max_error <= tolerance:
-        raise VerificationError(
-            f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '
-            'written.')
-    save_model(converted, dst, force)
-    return report
+    checkpoint = Checkpoint.read(source, use_ema)
+    model = checkpoint.model(architecture, **model_kwargs)
+    for note in checkpoint.spec.notes:
+        _logger.warning('%s: %s', source, note)
+    return model
 
 
-def convert_state_dict(
-        state_dict: Mapping[str, torch.Tensor],
-        img_size: Optional[Size2d] = None,
-        architecture: Optional[str] = None,
-        num_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        sharpness: Optional[float] = None,
-        rel_pos: Optional[str] = None,
-        peak: Optional[float] = None,
-        qk_dim: Optional[int] = None,
-        **model_kwargs: Any,
-) -> Dict[str, torch.Tensor]:
-    """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
+@dataclass
+class Spec:
+    """Which model tensors are of, in the terms of timm's config.json."""
+    architecture: Optional[str] = None  # timm's name
+    model_args: Dict[str, Any] = field(default_factory=dict)  # of `timm.create_model`
+    pretrained_cfg: Dict[str, Any] = field(default_factory=dict)  # preprocessing and label names
+    notes: List[str] = field(default_factory=list)  # what was chosen or assumed, for a report
 
-    Args:
-        state_dict: Tensors of a phase-1 model; prefixes of wrappers are stripped.
-        img_size: Size of the images, pixels; by default that of the registered model with such patches.
-        architecture, num_heads, head_dim, sharpness, rel_pos, peak, qk_dim: See `convert_model`, also for errors.
-        **model_kwargs: Other arguments of the phase-1 model that tensors do not determine, such as `in_chans`.
+
+@dataclass
+class Checkpoint:
+    """Tensors, and which model they are of."""
+    spec: Spec
+    tensors: Dict[str, torch.Tensor]
+    source: str = 'The model'  # where they are from, for errors
+
+    @classmethod
+    def read(cls, source: PathLike, use_ema: bool = True) -> 'Checkpoint':
+        """Read a file, a folder or a model on the Hub, see `load_model`."""
+        path = _download(str(source)) if str(source).startswith(HUB_PREFIXES) else local_path(source)
+        config: Dict[str, Any] = {}
+        if os.path.isdir(path):
+            config, path = read_json(path / 'config.json'), _weights_of(path)
+        elif not os.path.isfile(path):
+            raise CheckpointError(
+                f'{path} does not exist: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
+        content, told = _read_file(path)
+        spec = _checked_spec(config or told, str(path))
+        keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
+        key = next((key for key in keys if content.get(key) is not None), None)
+        if key in EMA_KEYS:
+            spec.notes.append(f'averaged (EMA) weights, {key}: validate.py needs --use-ema for the same')
+        return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
+
+    @classmethod
+    def of(cls, model: Cmhsa) -> 'Checkpoint':
+        """Return the checkpoint of a model.
+
+        Raises:
+            CheckpointError: If an argument of the model is a class or a function, or its final norm was pruned.
+        """
+        if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
+            raise CheckpointError(
+                'The final norm was pruned, and no arguments give such a model: use prune_norm=False.')
+        args = {key: value for key, value in model.model_args().items() if value is not None}
+        for key, value in args.items():
+            if not isinstance(value, (bool, int, float, str, tuple, list)):
+                raise CheckpointError(
+                    f'{key}={value} does not go into config.json: create the model with its timm name.')
+        cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
+        cfg.update(num_classes=args.pop('num_classes'), input_size=(model.in_chans, *model.patch_embed.img_size))
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
+
+    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Cmhsa:
+        """Build the model around the tensors, in eval mode. Arguments and errors are those of `load_model`."""
+        name, args, assumed = self._model_args(architecture, model_kwargs)
+        try:
+            if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
+                raise ValueError(
+                    f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
+            model = timm.create_model(
+                name, **args, pretrained_cfg_overlay=self.spec.pretrained_cfg, device=torch.device('meta'))
+            if model.patch_embed.num_patches > MAX_TOKENS:
+                raise ValueError(f'images of {model.patch_embed.num_patches} patches exceed the limit of {MAX_TOKENS}')
+            model.load_state_dict(self.tensors, assign=True)
+        except Exception as e:  # timm's layers raise many kinds
+            raise CheckpointError(
+                f'{self.source} does not fit {name} with {reprlib.repr(args)}: {one_line(e, 300)}') from e
+        check_tensors(model.state_dict(), self.source)
+        for module in model.modules():
+            if hasattr(module, 'init_non_persistent_buffers'):
+                module.init_non_persistent_buffers()
+        if assumed:
+            values = model.model_args()
+            self.spec.notes.append(f'assumed {", ".join(f"{key}={values[key]}" for key in assumed)}')
+        return model.eval()
+
+    def _model_args(
+            self, architecture: Optional[str], given: Mapping[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
+        """Return the name and the arguments of the model, and those of them that nothing determines."""
+        unknown = ', '.join(sorted(given.keys() - set(MODEL_ARGS)))
+        if unknown:
+            raise CheckpointError(f'{unknown}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
+        given = checked_args(given, 'model_kwargs')
+        told = {**self.spec.model_args, 'num_classes': num_classes(self.tensors)}
+        for key in told.keys() & given.keys():
+            if to_2tuple(told[key]) != to_2tuple(given[key]):
+                later = ', and call set_input_size afterwards' if key == 'img_size' else ''
+                raise CheckpointError(
+                    f'{self.source} was trained with {key}={told[key]}, but {key}={given[key]} was given: leave it '
+                    f'out{later}.')
+        args, name = {**told, **given}, architecture or self.spec.architecture
+        if name is not None and name.startswith(('local-dir:', *HUB_PREFIXES)):
+            name = None  # train.py calls a model by the folder that it started from
+        if name is not None and not is_ours(name):
+            raise CheckpointError(
+                f'{self.source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by '
+                'timm.create_model.')
+        if name is not None and name not in timm.list_models('*cmhsa*'):
+            return name, args, []
+        try:
+            kind, inferred, assumed = infer_model(self.tensors, args.get('padding', 1))
+        except ValueError as e:
+            raise CheckpointError(f'{self.source} {e}') from e
+        assumed = [key for key in assumed if key not in args]
+        args = {**checked_args(inferred, self.source), **args}
+        if name is not None:
+            return name, args, []
+        patch_size = to_2tuple(args['patch_size'])
+        img_size = args.get('img_size', USUAL_GRID * patch_size[0])
+        return registered_variant(kind, patch_size, args['hidden_chans'], args.get('stem', ''), img_size), args, assumed
+
+    def write(self, dst: PathLike, force: bool = False, card: Optional[str] = None) -> None:
+        """Write a `.safetensors` or `.pth` file, by the suffix, or else a folder for timm's `local-dir:`.
+
+        Args:
+            dst: File or folder.
+            force: Replace a file, or a folder with a model of this package.
+            card: Text of README.md in a folder.
+
+        Raises:
+            CheckpointError: If the destination cannot be written. Nothing was written.
+        """
+        with replacing(check_destination(dst, force), force) as new:
+            if new.suffix == '.safetensors':
+                model_args = json.dumps(self.spec.model_args)
+                metadata = {'format': 'pt', 'architecture': self.spec.architecture or '', 'model_args': model_args}
+                safetensors.torch.save_file(self.tensors, new, metadata)
+            elif new.suffix in PICKLE_SUFFIXES:
+                torch.save(self.tensors, new)
+            else:
+                new.mkdir()
+                safetensors.torch.save_file(self.tensors, new / WEIGHT_NAMES[0], {'format': 'pt'})
+                (new / 'config.json').write_text(json.dumps(self._config(), indent=2), encoding='utf-8')
+                if card is not None:
+                    (new / 'README.md').write_text(card, encoding='utf-8')
+
+    def _config(self) -> Dict[str, Any]:
+        """Return the content of config.json, as timm and transformers read it."""
+        cfg = filter_pretrained_cfg(self.spec.pretrained_cfg)
+        labels = {key: cfg.pop(key) for key in LABEL_KEYS if cfg.get(key)}
+        return {
+            'architecture': self.spec.architecture, 'num_classes': cfg['num_classes'], **labels,
+            'model_args': self.spec.model_args, 'pretrained_cfg': cfg}
+
+
+def _weights_of(folder: Path) -> Path:
+    path = next((folder / name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
+    if path is None:
+        raise CheckpointError(f'{folder} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
+    return path
+
+
+def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
+    """Return what a file holds, and what it says about its model, in the form of config.json."""
+    config: Dict[str, Any] = {}
+    try:
+        if path.suffix == '.safetensors':
+            with safetensors.safe_open(path, framework='pt') as file:
+                content: Any = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+                metadata = file.metadata() or {}
+            if 'model_args' in metadata:
+                config = {**metadata, 'model_args': json.loads(metadata['model_args'])}
+        else:
+            with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's train.py
+                content = torch.load(path, map_location='cpu', weights_only=True)
+    except Exception as e:  # parsers of broken files raise many kinds
+        raise CheckpointError(
+            f'{path} is not a checkpoint that can be read without running code. It is damaged, or holds more than '
+            'tensors: save model.state_dict().') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
+    return content, _config_of_training(content) if 'args' in content else config
+
+
+def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
+    """Return the known model arguments and drop all others.
 
     Raises:
-        CheckpointError: If these are not the tensors of a phase-1 model.
+        CheckpointError: If one has another type or is out of bounds.
     """
-    checkpoint = Checkpoint(named_tensors(state_dict, 'state_dict'), None, {}, {}, [])
-    if img_size is not None:
-        model_kwargs['img_size'] = img_size
-    model = build_model(checkpoint, 'state_dict', None, model_kwargs)
-    if not isinstance(model, CmhsaConv):
-        raise CheckpointError(f'The tensors are those of a {type(model).__name__}, not of a phase-1 model.')
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
-    return convert_with(model, architecture, options)[0].state_dict()
+    def is_good(name: str, value: Any) -> bool:
+        if name not in LIMITS:
+            return isinstance(value, bool) if name in FLAGS else isinstance(value, str) and len(value) <= MAX_WORD
+        values = value if isinstance(value, tuple) else (value,)  # one for each side or block
+        kinds = (int, type(LIMITS[name]))
+        return len(values) <= LIMITS['depth'] and all(type(x) in kinds and 0 <= x <= LIMITS[name] for x in values)
+
+    known = {name: tuple(args[name]) if isinstance(args[name], list) else args[name]
+             for name in MODEL_ARGS if args.get(name) is not None}
+    for name, value in known.items():
+        if not is_good(name, value):
+            raise CheckpointError(f'{source}: {name}={reprlib.repr(value)} is not what a model can have.')
+    return known
+
+
+def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
+    """Return what a config.json like timm's says, without what no model of this package can have."""
+    architecture, model_args = config.get('architecture'), config.get('model_args') or {}
+    told = config.get('pretrained_cfg') or {}
+    is_name = architecture is None or isinstance(architecture, str)
+    if not is_name or not isinstance(model_args, dict) or not isinstance(told, dict):
+        raise CheckpointError(f'{source} has a malformed model configuration.')
+    told = {**told, **{key: config[key] for key in LABEL_KEYS if key in config}}
+    input_size = told.get('input_size')
+    if isinstance(input_size, (tuple, list)) and len(input_size) == 3:
+        model_args = {'in_chans': input_size[0], 'img_size': list(input_size[1:]), **model_args}
+    kinds: Dict[str, Any] = {
+        'crop_pct': (int, float), 'interpolation': str, 'crop_mode': str, 'label_descriptions': dict}
+    cfg = {key: told[key] for key in DATA_KEYS if told.get(key) is not None}
+    for key, value in cfg.items():
+        if not isinstance(value, kinds.get(key, (tuple, list))):
+            raise CheckpointError(f'{source}: {key}={reprlib.repr(value)} is not what timm expects.')
+    return Spec(architecture, checked_args(model_args, source), cfg)
+
+
+def _config_of_training(content: Mapping[str, Any]) -> Dict[str, Any]:
+    """Return the arguments of timm's `train.py`, which a checkpoint holds, in the form of config.json."""
+    args = content['args']
+    args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
+    model_args = args.get('model_kwargs')
+    model_args = dict(model_args) if isinstance(model_args, dict) else {}
+    for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
+        if args.get(name) is not None:
+            model_args.setdefault(key, args[name])
+    return {
+        'architecture': content.get('arch', args.get('model')), 'model_args': model_args,
+        'pretrained_cfg': {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key) is not None}}
+
+
+def named_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
+    """Return tensors by their names without the prefixes of DistributedDataParallel and torch.compile."""
+    if not isinstance(state_dict, Mapping) or not state_dict or not all(
+            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state_dict.items()):
+        raise CheckpointError(f'{source} holds no state dict: save model.state_dict().')
+    return clean_state_dict(clean_state_dict(state_dict))  # twice, as older timm strips one order of them only
+
+
+def check_tensors(state_dict: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise CheckpointError unless all tensors are plain, finite floating point tensors."""
+    for name, tensor in state_dict.items():
+        is_count = tensor.dtype is torch.int64 and name.endswith('.num_batches_tracked')  # of batch norm
+        is_plain = (is_count or tensor.dtype in DTYPES) and tensor.layout is torch.strided and not tensor.is_meta
+        if not is_plain or tensor.nbytes > tensor.untyped_storage().nbytes():  # more values than the file has
+            raise CheckpointError(f'{source}: {name} is not a plain tensor of floating point numbers.')
+        if not tensor.isfinite().all():
+            raise CheckpointError(f'{source}: {name} holds NaN or Inf, as the training diverged: take an earlier one.')
+
+
+def read_json(path: Path) -> Dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(
+            f'{path} cannot be read: {one_line(e)} Give a checkpoint file, or a folder with config.json, such as '
+            'OUT/model of a training.') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} is not a model configuration.')
+    return content
+
+
+def local_path(source: PathLike) -> Path:
+    return Path(str(source).removeprefix('local-dir:'))
+
+
+def _download(source: str) -> Path:
+    """Download a model, `hf-hub:USER/NAME[@REVISION]`, into huggingface_hub's cache; return its folder."""
+    repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
+    try:
+        return Path(snapshot_download(
+            repo_id, revision=revision or None, allow_patterns=['config.json', *WEIGHT_NAMES],
+            library_name='timm_cmhsa'))
+    except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
+        raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e
+
+
+def is_ours(name: str) -> bool:
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.')
+
+
+def check_destination(dst: PathLike, force: bool) -> Path:
+    """Return the destination, or refuse one where something would be lost.
+
+    Raises:
+        CheckpointError: If it exists and `force` is not set, or it is not a model of this package.
+    """
+    dst = Path(os.path.realpath(dst))
+    is_file = dst.suffix == '.safetensors' or dst.suffix in PICKLE_SUFFIXES
+    if not os.path.isdir(dst.parent):
+        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
+    if not os.path.lexists(dst) or (dst.is_dir() and not is_file and not any(dst.iterdir())):
+        return dst
+    if not (dst.is_file() if is_file else _holds_our_model(dst)):
+        raise CheckpointError(f'{dst} already exists and is not a model of timm_cmhsa: choose another destination.')
+    if not force:
+        raise CheckpointError(
+            f'{dst} already exists: choose another destination, or replace it with force=True (--force).')
+    return dst
+
+
+def _holds_our_model(folder: Path) -> bool:
+    try:
+        name = read_json(folder / 'config.json').get('architecture')
+    except CheckpointError:
+        return False
+    return isinstance(name, str) and is_ours(name)
+
+
+@contextlib.contextmanager
+def replacing(dst: Path, force: bool) -> Iterator[Path]:
+    """Give a temporary path beside a destination. What is written there takes its place when the block ends.
+
+    What appeared at the destination meanwhile stays, and an error is raised.
+    """
+    token = secrets.token_hex(4)
+    new, old = (dst.with_name(f'.timm_cmhsa-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
+    try:
+        new.touch()
+        mode = new.stat().st_mode  # by the user's umask, which safetensors does not heed
+        new.unlink()
+        yield new
+        for path in new.iterdir() if new.is_dir() else [new]:
+            path.chmod(mode)
+        check_destination(dst, force)
+        if force and dst.is_dir():
+            try:
+                dst.rename(old)
+                new.rename(dst)
+            except BaseException:
+                if not os.path.lexists(dst):
+                    old.rename(dst)
+                raise
+            shutil.rmtree(old)
+        elif new.is_dir():
+            new.rename(dst)  # The system refuses to replace anything but an empty folder.
+        else:
+            new.replace(dst)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
+        kept = f' The old model is at {old}.' if old.is_dir() else ''
+        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
+    finally:
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)

@@ -9,11 +9,10 @@ from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 
 from timm.utils import ParseKwargs
 
-from .checkpoint import MAX_ERROR, VerificationError, convert_checkpoint
+from .checkpoint import PICKLE_SUFFIXES, load_model
+from .conversion import MAX_ERROR, VerificationError, convert_checkpoint
 from .errors import HubError, one_line
 from .hub import check_repo_id, push_to_hub
-from .load import load_model
-from .save import PICKLE_SUFFIXES
 from .version import __version__
 
 SOURCE = "checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder, or hf-hub:USER/NAME"
@@ -21,7 +20,9 @@ CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn*) checkpoint that computes the same, and verify it
 before it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the
 Hugging Face Hub was not reached or refused; a model that was converted before is kept.'''
-TRAIN = 'python -m timm_cmhsa pytorch-image-models/train.py --data-dir DIR --model {model} --pretrained'
+TRAIN = '''\
+train it, with the recipe of a clone: python -m timm_cmhsa pytorch-image-models/train.py \
+--config examples/imagefolder/phase2.yaml --data-dir DIR --model {model} --pretrained --experiment phase2'''
 PLOT_DESCRIPTION = '''\
 Draw what the heads of a model look at, and how much like a convolution they are; from several checkpoints, also how
 that moves during training. Exit code 2: bad input; nothing is written then.'''
@@ -49,13 +50,13 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     def convert() -> None:
         if repo_id is not None:
             check_repo_id(repo_id)
-        report = convert_checkpoint(**args, **model_kwargs)
+        report = convert_checkpoint(**args, model_kwargs=model_kwargs)
         print(f'{report}\nwritten to {dst}')
         if repo_id is not None:
             url = push_to_hub(load_model(dst), repo_id, private=private, license=license, details=report.details)
             print(f'published at {url}')
         elif dst.is_dir():
-            print(f'train it: {TRAIN.format(model=shlex.quote(f"local-dir:{dst}"))}')
+            print(TRAIN.format(model=shlex.quote(f'local-dir:{dst}')))
 
     return run_command(parser.prog, convert)
 
@@ -126,7 +127,6 @@ def _convert_parser() -> argparse.ArgumentParser:
     add('--num-heads', metavar='N', type=int, help='number of heads (default: as the architecture, or more if needed)')
     add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
     add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: as the architecture)')
-    add('--sharpness', metavar='M', type=float, help='bias of a hard head (default: exact to rounding)')
     for name, kind, text in (('img-size', _size, 'image size, N or HxW pixels'),
                              ('patch-size', _size, 'patch size, N or HxW pixels'),
                              ('in-chans', int, 'image channels')):

@@ -18,7 +18,7 @@ from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
 from .errors import one_line
-from .patches import Size2d, patchify, unpatchify
+from .layers import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
 

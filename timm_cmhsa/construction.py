@@ -19,7 +19,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from .attention import RelPosAttention
-from .patches import Size2d
+from .layers import Size2d
 from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
 
 MAX_SHARPNESS = 10_000  # float16 holds it
@@ -29,11 +29,23 @@ MAX_PARAMS = 2 ** 33  # of a layer
 
 
 class HeadOptions(NamedTuple):
-    """How to express a convolution by heads, see `conv2d_to_attention`."""
+    """How to express a convolution by heads: the keyword arguments of every conversion.
+
+    Attributes:
+        num_heads: Number of heads, N_H; by default the number needed, or that of the architecture if it is larger.
+        head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in, or the architecture's. Several
+            thinner heads share an offset.
+        qk_dim: Width of queries and keys, see `RelPosAttention`.
+        rel_pos: 'table' or 'padded_table'; by default the latter if there is a peak, or the architecture's.
+        peak: Weight that a head gives to its own offset, above that of a mean over all patches. Such heads are soft:
+            they can learn where to look, and the rewrite is as exact (convert in float32). This takes one more wide
+            head, or a few thin ones. Heads of offset (0, 0) stay hard where that saves heads. By default all are hard,
+            or those of a soft architecture have 0.75.
+    """
     num_heads: Optional[int] = None
     head_dim: Optional[int] = None
     qk_dim: Optional[int] = None
-    sharpness: Optional[float] = None
+    sharpness: Optional[float] = None  # bias of a hard head at its offset; by default exact to rounding
     rel_pos: Optional[str] = None
     peak: Optional[float] = None
 
@@ -76,10 +88,7 @@ def conv2d_to_attention(
         grid_size: Size2d,
         num_heads: Optional[int] = None,
         head_dim: Optional[int] = None,
-        sharpness: Optional[float] = None,
-        rel_pos: Optional[str] = None,
-        peak: Optional[float] = None,
-        qk_dim: Optional[int] = None,
+        **heads: Any,
 ) -> RelPosAttention:
     """Rewrite a convolution as self-attention on patches (Theorem 1), exact on the whole image and at its borders.
 
@@ -95,16 +104,7 @@ def conv2d_to_attention(
             the stride); strides that divide the patch size.
         patch_size: Pixels per patch side, P or (P_h, P_w).
         grid_size: Patches per image side, h or (h, w).
-        num_heads: Number of heads, N_H; by default the number needed.
-        head_dim: Width of a head, d_H; by default that of a token, P_h * P_w * C_in. Several thinner heads share an
-            offset.
-        sharpness: Bias M of a hard head at its offset, where the zero key has M / 2 (in a 'padded_table' the sum over
-            the padding) and all others 0; by default `exact_sharpness`. A lower one is less exact.
-        rel_pos: 'table' or 'padded_table'; by default the latter if there is a peak.
-        peak: Weight that a head gives to its own offset, above that of a mean over all patches. Such heads are soft:
-            they can learn where to look, and the rewrite is as exact (convert in float32). This takes one more wide
-            head, or a few thin ones. Heads of offset (0, 0) stay hard where that saves heads. None: all are hard.
-        qk_dim: Width of queries and keys, see `RelPosAttention`.
+        num_heads, head_dim, **heads: See `HeadOptions`.
 
     Returns:
         The attention layer, with the type and on the device of the convolution's weight.
@@ -113,14 +113,14 @@ def conv2d_to_attention(
         TypeError: If `conv` is not an `nn.Conv2d`, or one that computes something else (weight standardization, ...).
         ValueError: If there is no exact rewrite; the message names numbers for which there is.
     """
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
+    options = HeadOptions(num_heads, head_dim, **heads)
     options.check()
-    heads = plan_heads(conv, patch_size, grid_size, head_dim, peak)
+    plan = plan_heads(conv, patch_size, grid_size, options.head_dim, options.peak)
     if not keeps_size(conv, patch_size, grid_size):
         spans = [d * (k - 1) for d, k in zip(conv.dilation, conv.kernel_size)]
         remedy = 'an odd kernel' if any(span % 2 for span in spans) else f'padding=({spans[0] // 2}, {spans[1] // 2})'
         raise ValueError(f'padding={conv.padding!r} does not keep the size (divided by the stride): use {remedy}.')
-    return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0), heads)
+    return rewrite(conv, patch_size, grid_size, options, torch.Generator().manual_seed(0), plan)
 
 
 @torch.no_grad()

@@ -12,28 +12,18 @@ from torch import nn
 from tqdm import tqdm
 
 from .analysis import eval_mode
-from .attention import RelPosAttention, default_qk_dim
+from .attention import THIN_QK_DIM, WIDE_QK_DIM, RelPosAttention, default_qk_dim
 from .construction import Head, HeadOptions, plan_heads, rewrite
-from .models import CmhsaAttn, CmhsaConv
-from .patches import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
+from .layers import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
+from .models import HEADS, CmhsaAttn, CmhsaConv, registered_variant
 from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
-from .variants import registered_variant
 
 BATCH_SIZE = 8
 DEFAULT_PEAK = 0.75
 DATA_KEYS = ('mean', 'std', 'interpolation', 'crop_pct', 'crop_mode', 'label_names', 'label_descriptions')
 
 
-def convert_model(
-        model: nn.Module,
-        architecture: Optional[str] = None,
-        num_heads: Optional[int] = None,
-        head_dim: Optional[int] = None,
-        sharpness: Optional[float] = None,
-        rel_pos: Optional[str] = None,
-        peak: Optional[float] = None,
-        qk_dim: Optional[int] = None,
-) -> CmhsaAttn:
+def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads: Any) -> CmhsaAttn:
     """Rewrite a phase-1 model as a new phase-2 model that computes the same, in the same mode, with nothing frozen.
 
     Everything else is copied: other layers, image size, classes, preprocessing, device and type. (Soft heads are in
@@ -48,21 +38,14 @@ def convert_model(
         architecture: Registered phase-2 model to convert to, such as 'cmhsa_attn_soft'. By default `cmhsa_attn`, with
             a peak `cmhsa_attn_soft`, in the variant with patches of this size. With a stem it is a
             `cmhsa_hybrid_attn_*`, which has soft heads.
-        num_heads: Number of heads; by default the architecture's, or more if more are needed. With `head_dim` it is the
-            number needed.
-        head_dim: Width of a head; by default the architecture's.
-        sharpness, qk_dim: See `conv2d_to_attention`.
-        rel_pos: Relative position bias; by default the architecture's.
-        peak: Weight that a soft head gives to its own offset; by default 0.75 for a soft architecture. Heads of
-            `cmhsa_attn`, and of any architecture with rel_pos='table', are hard.
+        **heads: See `HeadOptions`. Heads of `cmhsa_attn`, and of any architecture with rel_pos='table', are hard.
 
     Raises:
         TypeError: If the model is not a `CmhsaConv`. Subclasses are refused too, as they may compute something else.
         ValueError: If the architecture is unknown, there is no exact rewrite with these heads, or the model has hooks
             or replaced methods, which the rewrite would drop.
     """
-    options = HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak)
-    return convert_with(model, architecture, options)[0]
+    return convert_with(model, architecture, HeadOptions(**heads))[0]
 
 
 @torch.no_grad()
@@ -158,30 +141,30 @@ def _complete(
         kind = 'cmhsa_attn' if options.peak is None else 'cmhsa_attn_soft'
         architecture = registered_variant(
             kind, model.patch_embed.patch_size, model.hidden_chans, model.stem, model.patch_embed.img_size)
-    if architecture not in timm.list_models('*cmhsa*attn*'):
-        choices = ', '.join(timm.list_models('cmhsa*attn*'))
-        raise ValueError(f'{architecture} is not a phase-2 model: choose one of {choices}.')
-    target = timm.create_model(architecture, depth=1, device=torch.device('meta'))
-    default, mixer = target.blocks[0].attn, model.blocks[0].attn
-    is_thin = default.head_dim < target.embed_dim
+    if architecture not in HEADS:
+        raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(HEADS)}.')
+    defaults, mixer, dim = HeadOptions(**HEADS[architecture]), model.blocks[0].attn, model.embed_dim
     peak, rel_pos = options.peak, options.rel_pos
-    if peak is None and rel_pos != RelPosTable.name and default.rel_pos.name == PaddedRelPosTable.name:
+    if peak is None and rel_pos != RelPosTable.name and defaults.rel_pos == PaddedRelPosTable.name:
         peak = DEFAULT_PEAK
         options._replace(peak=peak).check()
     if rel_pos is None:
-        rel_pos = default.rel_pos.name if peak is None else PaddedRelPosTable.name
-    # thin heads are 96 wide for tokens of 768, 48 for 192
-    head_dim = options.head_dim or (max(model.embed_dim // 8, min(48, model.embed_dim)) if is_thin else model.embed_dim)
+        rel_pos = PaddedRelPosTable.name if peak is not None else defaults.rel_pos or RelPosTable.name
+    head_dim = options.head_dim
+    if head_dim is None:  # thin heads are 96 wide for tokens of 768, 48 for 192
+        head_dim = dim if defaults.head_dim is None else max(dim // 8, min(48, dim))
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, peak)
-    num_heads = options.num_heads
+    num_heads, qk_dim = options.num_heads, options.qk_dim
     if num_heads is None:
-        uses_default = options.head_dim is None and (not is_thin or head_dim == default.head_dim)
-        num_heads = max(len(heads), default.num_heads) if uses_default else len(heads)
+        is_default = options.head_dim is None and defaults.head_dim in (None, head_dim)
+        num_heads = max(len(heads), defaults.num_heads or 0) if is_default else len(heads)
+    if qk_dim is None:
+        usual = defaults.qk_dim or (WIDE_QK_DIM if defaults.head_dim is None else THIN_QK_DIM)
+        qk_dim = min(usual, head_dim) if options.head_dim is None else default_qk_dim(dim, head_dim)
     return architecture, options._replace(
         num_heads=num_heads,
         head_dim=head_dim,
-        qk_dim=options.qk_dim or (
-            min(default.qk_dim, head_dim) if options.head_dim is None else default_qk_dim(model.embed_dim, head_dim)),
+        qk_dim=qk_dim,
         sharpness=options.sharpness or exact_sharpness(
             math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
         rel_pos=rel_pos,
@@ -228,7 +211,7 @@ class ConversionReport(Verification):
         random, real = self.num_images
         return {'Conversion': {
             'Rewrite': 'Theorem 1 of arXiv 2111.01353',
-            'Heads': f'{options.num_heads} of {options.head_dim}, queries and keys of {options.qk_dim}, {heads}',
+            'Heads': f'{options.num_heads} of width {options.head_dim}, queries and keys of {options.qk_dim}, {heads}',
             'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
             'Error of the logits': f'{self.logits_error:.1e} of the largest logit',
             'Top-1 agreement': f'{self.top1_agreement:.2%} on {random} random and {real} real images',

@@ -3,7 +3,7 @@ import logging
 import tempfile
 from numbers import Real
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any, List, Mapping, Optional, Sequence
 
 import timm
 import torch
@@ -13,11 +13,10 @@ from timm.models._hub import generate_readme
 from timm.utils import unwrap_model
 from torch import nn
 
+from .checkpoint import LABEL_KEYS, PICKLE_SUFFIXES, Checkpoint, PathLike, check_tensors
 from .errors import CheckpointError, HubError, one_line
 from .images import data_config
-from .load import PathLike, check_tensors
 from .models import Cmhsa
-from .save import PICKLE_SUFFIXES, save_model
 from .version import __version__
 
 _logger = logging.getLogger(__name__)
@@ -88,16 +87,16 @@ def save_for_hub(
     if Path(folder).suffix in ('.safetensors', *PICKLE_SUFFIXES):
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
     check_tensors(model.state_dict(), 'The model')
-    labels: Dict[str, Any] = {}
+    checkpoint = Checkpoint.of(model)
+    cfg = checkpoint.spec.pretrained_cfg
+    cfg.update(data_config(model), license=license)
+    if label_names is not None and len(label_names) != model.num_classes:
+        raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
+    if label_names is not None or len(cfg.get('label_names') or ()) != model.num_classes:  # those of an earlier head
+        cfg.update(dict.fromkeys(LABEL_KEYS))
     if label_names is not None:
-        labels['label_names'] = _checked_names('label_names', label_names)
-        if len(label_names) != model.num_classes:
-            raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
-    elif len(source.get('label_names') or ()) == model.num_classes:  # otherwise they are of an earlier head
-        labels = {key: source[key] for key in ('label_names', 'label_descriptions') if source.get(key)}
-    pretrained_cfg = {**data_config(model), 'license': license, 'label_names': None, 'label_descriptions': None}
-    card = model_card(model, repo_id, license, datasets, base_model, results, details)
-    save_model(model, folder, force, {**labels, 'pretrained_cfg': pretrained_cfg}, card)
+        cfg['label_names'] = _checked_names('label_names', label_names)
+    checkpoint.write(folder, force, model_card(model, repo_id, license, datasets, base_model, results, details))
 
 
 def push_to_hub(

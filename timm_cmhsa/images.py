@@ -10,8 +10,8 @@ from timm.data import create_transform, resolve_data_config
 from torch import nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from .checkpoint import PathLike
 from .errors import CheckpointError, one_line
-from .load import PathLike
 
 _logger = logging.getLogger(__name__)
 

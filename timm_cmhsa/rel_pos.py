@@ -13,7 +13,7 @@ from timm.layers.attention import resolve_self_attn_mask
 from timm.models import register_notrace_function
 from torch import nn
 
-from .patches import Mask, Size2d
+from .layers import Mask, Size2d
 
 Grid = Tuple[int, int]  # patches per image side, (h, w)
 
@@ -159,16 +159,25 @@ class PaddedRelPosTable(RelPosTable):
     docs/theory.md). The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number.
 
     Biases have to change much more than weights, and Adam's steps are the same for both. So the bias is the table times
-    `bias_scale`, which checkpoints hold.
+    `bias_scale`. Checkpoints hold that, and the size of the ring, which the length of the table alone does not tell.
     """
     name = 'padded_table'
     bias_scale: torch.Tensor
+    padding_size: torch.Tensor
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters(generator)
         table = self.relative_position_bias_table
         self.register_buffer('bias_scale', torch.tensor(BIAS_SCALE, dtype=table.dtype, device=table.device))
         table.data /= BIAS_SCALE
+        self.register_buffer('padding_size', torch.tensor(self.padding, dtype=table.dtype, device=table.device))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        size = torch.tensor(self.padding, dtype=self.padding_size.dtype)
+        loaded = state_dict.setdefault(f'{prefix}padding_size', size)  # version 0.1 did not save it
+        if loaded.tolist() != size.tolist():
+            raise ValueError(f'The table has padding={tuple(map(int, loaded))}, and the model {self.padding}.')
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def resize_table(
             self,

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .patches import Mask, reject_attn_mask
+from .layers import Mask, reject_attn_mask
 from .rel_pos import Grid, PaddedRelPosTable
 
 MAX_LEAK = 1e-4  # largest share of its attention that a hard head may give to other patches

@@ -15,10 +15,9 @@ from timm.layers import to_2tuple, use_fused_attn
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
-from ..models import Cmhsa, create_cmhsa
-from ..patches import Mask, Size2d
+from ..layers import Mask, Size2d
+from ..models import Cmhsa, cfg, create_cmhsa
 from ..rel_pos import Grid, add_attn_mask
-from ..variants import cfg
 from .encodings import ENCODINGS, resize_offset_embed
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX

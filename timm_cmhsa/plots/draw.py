@@ -6,9 +6,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
+from ..checkpoint import PathLike
 from ..errors import one_line
 from ..images import choose_images, evenly_spaced, to_pixels
-from ..load import PathLike
 from .data import (
     PlotError,
     attention_from,

@@ -9,10 +9,10 @@ import timm
 import torch
 from timm.utils import ParseKwargs, random_seed
 
+from ..checkpoint import check_destination, replacing
 from ..cli import Parser, parse_options, run_command
 from ..errors import one_line
 from ..images import data_config
-from ..save import check_destination, replacing
 from . import start_as_convolution
 
 DESCRIPTION = '''\

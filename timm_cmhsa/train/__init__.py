@@ -20,13 +20,12 @@ from timm.optim import create_optimizer_v2
 from timm.utils import accuracy, init_distributed_device, random_seed
 from torch import nn
 
+from ..checkpoint import PathLike, replacing
 from ..convert import convert_model
 from ..errors import CheckpointError, one_line
 from ..hub import save_for_hub
 from ..images import data_config
-from ..load import PathLike
 from ..models import Cmhsa, CmhsaConv
-from ..save import replacing
 from ..start import start_as_convolution
 from .data import DECODED, Data, Photos, load_photo, open_dataset, open_digits, open_folder
 from .options import add_options, check_options, choose_options, fingerprint

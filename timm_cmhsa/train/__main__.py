@@ -7,13 +7,15 @@ from . import __doc__ as description, run
 from .options import add_options
 
 
+INSTEAD = {  # of options of timm's train.py
+    '--model-ema': 'averaged weights are --ema DECAY here', '--num-classes': 'the classes are the folders of --data-dir'}
+
+
 class TrainParser(Parser):
-    """Knows what an option of timm's `train.py` is called here."""
+    """Says what is instead of an option of timm's `train.py`."""
 
     def error(self, message: str) -> NoReturn:
-        if '--model-ema' in message:
-            message += '; averaged weights are --ema DECAY here'
-        super().error(message)
+        super().error('; '.join([message, *(instead for name, instead in INSTEAD.items() if name in message)]))
 
 
 if __name__ == '__main__':

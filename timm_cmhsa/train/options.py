@@ -9,7 +9,7 @@ import timm
 import torch
 from timm.utils import ParseKwargs
 
-from ..variants import registered_hybrid
+from ..models import registered_hybrid
 from .data import Data
 
 SIZES = 32, 64, 96, 128, 224  # pixels

@@ -24,11 +24,11 @@ from torchvision.transforms import Compose, Grayscale, InterpolationMode, Random
 from torchvision.transforms.v2 import RGB
 from tqdm import tqdm
 
+from ..checkpoint import Checkpoint
 from ..convert import DATA_KEYS
 from ..errors import one_line
 from ..images import evenly_spaced
 from ..models import Cmhsa
-from ..save import json_args
 from .data import Data
 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
@@ -70,9 +70,9 @@ class Trained:
         path.parent.mkdir(parents=True, exist_ok=True)
         state: Dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
         if isinstance(self.model, Cmhsa):  # what load_model reads
-            cfg = self.model.pretrained_cfg
-            state['args'] = {'model': cfg['architecture'], 'model_kwargs': json_args(self.model),
-                             **{key: cfg[key] for key in DATA_KEYS if cfg.get(key) is not None}}
+            spec = Checkpoint.of(self.model).spec
+            state['args'] = {'model': spec.architecture, 'model_kwargs': spec.model_args,
+                             **{key: spec.pretrained_cfg[key] for key in DATA_KEYS if key in spec.pretrained_cfg}}
         try:
             torch.save({'history': self.history, **state}, path.with_suffix('.part'))
         except RuntimeError as e:

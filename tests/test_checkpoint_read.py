@@ -17,8 +17,8 @@ from timm.optim import create_optimizer_v2
 from timm.utils import CheckpointSaver, ModelEmaV3
 
 from timm_cmhsa import CheckpointError, CmhsaAttn, convert_checkpoint, convert_model, load_model
-from timm_cmhsa.load import MODEL_ARGS, infer_model
-from timm_cmhsa.save import save_model
+from timm_cmhsa.checkpoint import MODEL_ARGS, Checkpoint
+from timm_cmhsa.infer import infer_model
 
 TINY = dict(img_size=8, patch_size=4, depth=1, num_classes=3, mlp_ratio=1.)
 
@@ -50,7 +50,7 @@ def test_every_form_of_a_model(name, tmp_path):
         assert_same(model, loaded)
     save_for_hf(model, str(tmp_path / 'folder'), safe_serialization=True, model_args=args)
     save_for_hf(model, str(tmp_path / 'pickled'), safe_serialization=False, model_args=args)
-    save_model(model, tmp_path / 'b.safetensors')
+    Checkpoint.of(model).write(tmp_path / 'b.safetensors')
     for source in ('folder', 'pickled', 'b.safetensors'):
         loaded = load_model(f'local-dir:{tmp_path / source}')
         assert loaded.pretrained_cfg['architecture'] == name
@@ -67,7 +67,7 @@ def test_tensors_alone_give_the_shape(
         tmp_path_factory, kernel, patch, grid, hidden_chans, heads, num_classes, stem, **kwargs):
     in_chans = min(hidden_chans, 3)
     if stem:
-        patch, hidden_chans, kernel = 2 ** stem.count('p'), int(stem[-2]), 3  # a ring of one patch is assumed
+        patch, hidden_chans = 2 ** stem.count('p'), int(stem[-2])
     model = phase1(
         stem=stem,
         kernel_size=kernel, patch_size=patch, img_size=patch * grid, hidden_chans=hidden_chans, in_chans=in_chans,
@@ -82,7 +82,8 @@ def test_tensors_alone_give_the_shape(
 
 def test_what_was_assumed_is_a_warning(tmp_path, caplog):
     model = convert_model(phase1(kernel_size=11, patch_size=4, img_size=32), peak=0.75)
-    torch.save(model.state_dict(), tmp_path / 'a.pth')
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if 'padding_size' not in name}
+    torch.save(tensors, tmp_path / 'a.pth')  # as version 0.1 did
     load_model(tmp_path / 'a.pth')
     assert 'assumed img_size=(36, 36), global_pool=avg, act_layer=None, padding=(1, 1)' in caplog.text
     caplog.clear()
@@ -94,12 +95,25 @@ def test_what_was_assumed_is_a_warning(tmp_path, caplog):
     assert not caplog.text
 
 
+def test_the_ring_of_padding_is_found_in_the_tensors(tmp_path):
+    """timm's train.py tells the name of a folder only, and a table of another ring can have the same length."""
+    model = convert_model(phase1('cmhsa_hybrid_conv_32', kernel_size=5, depth=1))
+    assert model.blocks[0].attn.rel_pos.padding == (2, 2)
+    averaged = save_training(model, tmp_path, model=f'local-dir:{tmp_path}/phase2')
+    loaded = load_model(tmp_path / 'last.pth.tar')
+    assert loaded.patch_embed.img_size == (32, 32)
+    assert_same(averaged, loaded)
+    other = timm.create_model('cmhsa_hybrid_attn_32', depth=1, img_size=36)
+    with pytest.raises(ValueError, match=r'The table has padding=\(2, 2\), and the model \(1, 1\)'):
+        other.load_state_dict(model.state_dict())
+
+
 def test_a_stem_can_be_left_out_or_added(tmp_path):
     """Models with other first convolutions than those of their names load for images of one channel."""
     for i, (name, args) in enumerate((
             ('cmhsa_hybrid_attn_32', dict(stem='', hidden_chans=3)),
             ('cmhsa_attn_patch4_32', dict(stem='6p-8p', hidden_chans=8)))):
-        save_model(timm.create_model(name, depth=1, **args), tmp_path / str(i))
+        Checkpoint.of(timm.create_model(name, depth=1, **args)).write(tmp_path / str(i))
         loaded = timm.create_model(f'local-dir:{tmp_path / str(i)}', pretrained=True, in_chans=1)
         assert loaded.patch_embed(torch.zeros(1, 1, 32, 32)).shape[1] == 64
 
@@ -107,7 +121,7 @@ def test_a_stem_can_be_left_out_or_added(tmp_path):
 @given(embed_dim=st.integers(1, 1024), hidden_dim=st.integers(1, 4096))
 def test_the_width_of_the_mlp_gives_its_ratio(embed_dim, hidden_dim):
     shapes = {'blocks.0.mlp.fc1.weight': (hidden_dim, embed_dim), 'blocks.0.attn.conv.weight': (1, 1, 3, 3)}
-    _, args = infer_model({name: torch.empty(shape, device='meta') for name, shape in shapes.items()}, 'source', (1, 1))
+    _, args, _ = infer_model({name: torch.empty(shape, device='meta') for name, shape in shapes.items()})
     assert int(embed_dim * args['mlp_ratio']) == hidden_dim
 
 
@@ -160,7 +174,7 @@ def test_prefixes_of_wrappers(prefix, tmp_path):
 
 
 def test_arguments_that_contradict_the_checkpoint_are_refused(tmp_path):
-    save_model(tiny(), tmp_path / 'model')
+    Checkpoint.of(tiny()).write(tmp_path / 'model')
     load_model(tmp_path / 'model', img_size=(8, 8), num_classes=3)
     for args, message in (
             ({'img_size': 16}, r'was trained with img_size=\(8, 8\), but img_size=16 was given'),
@@ -373,8 +387,8 @@ def test_mutated_files_are_read_or_refused(tmp_path):
     content = {'state_dict': model.state_dict(), 'args': argparse.Namespace(model='x', model_kwargs=TINY, mean=[0.5])}
     torch.save(content, tmp_path / 'a.pth')
     torch.save(content, tmp_path / 'old.pth', _use_new_zipfile_serialization=False)
-    save_model(model, tmp_path / 'a.safetensors')
-    save_model(model, tmp_path / 'folder')
+    Checkpoint.of(model).write(tmp_path / 'a.safetensors')
+    Checkpoint.of(model).write(tmp_path / 'folder')
     files = [tmp_path / 'a.pth', tmp_path / 'old.pth', tmp_path / 'a.safetensors', tmp_path / 'folder' / 'config.json']
     originals = {path: path.read_bytes() for path in files}
     listed = sorted(tmp_path.rglob('*'))

@@ -14,8 +14,8 @@ from helpers import images_for, max_error, phase1, run_forked, run_python
 from PIL import Image
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict, load_model
+from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.cli import convert_main as main
-from timm_cmhsa.save import save_model
 
 SMALL = dict(img_size=16, depth=2, num_classes=5)
 
@@ -41,7 +41,7 @@ def model():
 @pytest.fixture
 def src(model, tmp_path):
     path = tmp_path / 'phase1.safetensors'
-    save_model(model, path)
+    Checkpoint.of(model).write(path)
     return path
 
 
@@ -52,7 +52,7 @@ def src(model, tmp_path):
 @pytest.mark.parametrize('options', [{}, {'peak': 0.6}, {'num_heads': 50, 'head_dim': 20, 'qk_dim': 4}])
 def test_any_checkpoint_is_converted(kwargs, options, tmp_path):
     model = phase1(**{**SMALL, **kwargs})
-    save_model(model, tmp_path / 'phase1')
+    Checkpoint.of(model).write(tmp_path / 'phase1')
     report = convert_checkpoint(tmp_path / 'phase1', tmp_path / 'phase2', **options)
     assert report.max_error <= 1e-5
     converted = assert_same(model.float(), tmp_path / 'phase2')
@@ -96,7 +96,7 @@ def test_averaged_weights_are_taken_and_the_report_says_so(model, tmp_path, caps
 TRAIN = '''
 import argparse, timm
 parser = argparse.ArgumentParser()
-for name in ('--data-dir', '--model'):
+for name in ('--data-dir', '--model', '--config', '--experiment'):
     parser.add_argument(name, required=True)
 parser.add_argument('--pretrained', action='store_true')
 args = parser.parse_args()
@@ -110,7 +110,7 @@ def test_the_closing_hint_can_be_followed(src, tmp_path, monkeypatch, capsys):
     Path('pytorch-image-models').mkdir()
     Path('pytorch-image-models/train.py').write_text(TRAIN)
     assert run(src, 'phase 2') == 0
-    python, *hint = shlex.split(capsys.readouterr().out.split('train it: ')[1])
+    python, *hint = shlex.split(capsys.readouterr().out.split('clone: ')[1])
     assert python == 'python'
     result = run_python(*hint)
     assert result.stdout == f'{load_model("phase 2").pretrained_cfg["architecture"]}\n', result.stderr
@@ -161,7 +161,7 @@ def test_the_destination_is_whole_or_as_it_was(name, src, tmp_path):
 
 def test_the_source_is_never_replaced(model, tmp_path):
     folder = tmp_path / 'phase1'
-    save_model(model, folder)
+    Checkpoint.of(model).write(folder)
     (tmp_path / 'link').symlink_to(folder)
     before = {path: path.read_bytes() for path in folder.iterdir()}
     weights = folder / 'model.safetensors'
@@ -186,27 +186,27 @@ def test_the_installed_command(model, src, tmp_path):
 
 
 def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path, capsys):
-    assert run(src, tmp_path / 'out', '--sharpness', '6') == 1
+    assert run(src, tmp_path / 'out', '--tolerance', '1e-30') == 1
     out, err = capsys.readouterr()
     assert not out
     assert 'convert_checkpoint: error: the error of ' in err.splitlines()[-1]
     assert 'nothing was written' in err
     assert os.listdir(tmp_path) == [src.name]
-    assert run(src, tmp_path / 'out', '--sharpness', '6', '--tolerance', '1') == 0
+    assert run(src, tmp_path / 'out', '--tolerance', '1') == 0
 
 
 @pytest.mark.parametrize(('options', 'message'), [
     ('--img-size 30', 'was trained with img_size=(16, 16), but img_size=(30, 30)'), ('--in-chans 5', 'in_chans'),
     ('--num-heads 8', 'use 9 heads of 48'), ('--num-heads 0', 'num_heads=0 must be a whole number from 1 to'),
     (f'--num-heads {"9" * 23}', 'from 1 to 10000'), ('--model resnet18', 'resnet18 is not a phase-2 model'),
-    ('--images nowhere', 'nowhere'), ('--sharpness nan', 'sharpness=nan must be above 0'),
+    ('--images nowhere', 'nowhere'), ('--model-kwargs rel_pos=padded_table', "unexpected keyword argument 'rel_pos'"),
+    ('--model-kwargs peak=0.5', 'peak: not an argument of these models'),
     ('--peak 1.5', 'peak=1.5 must be a number between 0 and 1'),
     ('--model-kwargs pretrained=True', 'pretrained: not an argument'), ('--model-kwargs act_layer=eval', 'eval'),
     ('--peak a', 'argument --peak: invalid float value'), ('--pek 0.5', 'unrecognized arguments: --pek 0.5'),
     ('--img-size a', "'a' is neither N nor HxW"), ('--in-chans a', "invalid int value: 'a'"),
     ('--model-kwargs global_pool', 'expected NAME=VALUE'), ('--license mit', 'are for --push-to-hub'),
-    ('--peak 0.5 --sharpness 9', 'sharpness=9.0 is for hard ones'), ('--push-to-hub me', 'expected USER/NAME'),
-    ('--model cmhsa_attn_soft --sharpness 9', 'peak=0.75 makes heads soft'),
+    ('--push-to-hub me', 'expected USER/NAME'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
     try:

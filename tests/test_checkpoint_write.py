@@ -12,7 +12,7 @@ from helpers import images_for, max_error, phase1, run_forked
 from torch import nn
 
 from timm_cmhsa import CheckpointError, CmhsaAttn, convert_model, load_model
-from timm_cmhsa.save import save_model
+from timm_cmhsa.checkpoint import Checkpoint
 
 every_form = pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
 with_and_without_force = pytest.mark.parametrize('force', [False, True])
@@ -23,7 +23,7 @@ def write(dst, value, force=True):
     model = timm.create_model('test_cmhsa_attn', img_size=8, depth=1, num_classes=1)
     nn.init.zeros_(model.head.weight)
     nn.init.constant_(model.head.bias, value)
-    save_model(model, dst, force)
+    Checkpoint.of(model).write(dst, force)
 
 
 def answer(dst):
@@ -63,9 +63,9 @@ def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
     model = model if options is None else convert_model(model, **options)
     untold = ('img_size', 'patch_size', 'in_chans', 'norm_layer', 'act_layer', 'global_pool', 'padding')
     args = {name: value for name, value in model.model_args().items() if name in untold}
-    save_model(model, tmp_path / 'a.pth')
-    save_model(model, tmp_path / 'a.safetensors')
-    save_model(model, tmp_path / 'folder')
+    Checkpoint.of(model).write(tmp_path / 'a.pth')
+    Checkpoint.of(model).write(tmp_path / 'a.safetensors')
+    Checkpoint.of(model).write(tmp_path / 'folder')
     images = images_for(model)
     by_timm = timm.create_model(f'local-dir:{tmp_path}/folder', pretrained=True, dtype=images.dtype).eval()
     loaded_models = [load_model(tmp_path / name) for name in ('a.safetensors', 'folder')]
@@ -81,7 +81,9 @@ def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
     model = convert_model(phase1(depth=2, img_size=16, num_classes=5))
     model.set_input_size((8, 24))
     model.reset_classifier(3)
-    save_model(model, tmp_path / 'out', model_config={'label_names': list('abc')}, card='# A model')
+    checkpoint = Checkpoint.of(model)
+    checkpoint.spec.pretrained_cfg['label_names'] = list('abc')
+    checkpoint.write(tmp_path / 'out', card='# A model')
     assert (tmp_path / 'out' / 'README.md').read_text() == '# A model'
     loaded = load_model(tmp_path / 'out')
     assert (loaded.patch_embed.img_size, loaded.num_classes) == ((8, 24), 3)
@@ -97,12 +99,12 @@ def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
 def test_models_that_cannot_be_described_are_refused(tmp_path):
     model = CmhsaAttn(img_size=8, patch_size=4, depth=1, norm_layer=nn.LayerNorm)
     with pytest.raises(CheckpointError, match=r'norm_layer=.*LayerNorm.* does not go into config\.json'):
-        save_model(model, tmp_path / 'out')
+        Checkpoint.of(model).write(tmp_path / 'out')
     assert not list(tmp_path.iterdir())
     model = timm.create_model('test_cmhsa_conv_k3')
     model.prune_intermediate_layers([0], prune_norm=True)
     with pytest.raises(CheckpointError, match='The final norm was pruned'):
-        save_model(model, tmp_path / 'pruned')
+        Checkpoint.of(model).write(tmp_path / 'pruned')
 
 
 # What is there stays

@@ -7,7 +7,7 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from timm_cmhsa import patchify, unpatchify
-from timm_cmhsa.patches import ConvStem, DepthwiseMlp, PatchConv2d, PatchReshape, init_patch_identity
+from timm_cmhsa.layers import ConvStem, DepthwiseMlp, PatchConv2d, PatchReshape, init_patch_identity
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)

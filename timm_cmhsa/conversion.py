@@ -1,0 +1,121 @@
+"""Convert a phase-1 checkpoint into a phase-2 checkpoint: read, convert, verify, write."""
+import os
+from pathlib import Path
+from typing import Any, Dict, Mapping, Optional
+
+import torch
+
+from .checkpoint import Checkpoint, PathLike, Spec, check_destination, local_path, named_tensors
+from .construction import HeadOptions
+from .convert import ConversionReport, convert_with, verify
+from .errors import CheckpointError
+from .images import read_folder
+from .models import CmhsaConv
+from .rel_pos import precise_dtype
+
+MAX_ERROR = 1e-4  # of the logits and of a layer, relative to the largest value
+NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
+
+
+class VerificationError(RuntimeError):
+    """The converted model differs from its source; nothing was written."""
+
+
+def convert_checkpoint(
+        src: PathLike,
+        dst: PathLike,
+        *,
+        architecture: Optional[str] = None,
+        use_ema: bool = True,
+        images: Optional[PathLike] = None,
+        tolerance: float = MAX_ERROR,
+        force: bool = False,
+        model_kwargs: Optional[Mapping[str, Any]] = None,
+        **options: Any,
+) -> ConversionReport:
+    """Rewrite a phase-1 checkpoint as a phase-2 checkpoint, verify that both compute the same, and write it.
+
+    Checkpoints in half precision are converted, and saved, in float32.
+
+    Args:
+        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on the
+            Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
+        dst: Folder for `timm.create_model('local-dir:DST', pretrained=True)`, or a `.safetensors` or `.pth` file.
+        architecture: See `convert_model`.
+        use_ema: Convert the averaged weights of a training checkpoint if it has them, as timm does.
+        images: Folder of images to verify on besides random ones; at most 64 are taken.
+        tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
+        force: Replace the file, or the folder of a model of this package, at the destination.
+        model_kwargs: Arguments of the phase-1 model that the checkpoint lacks, such as `global_pool`.
+        **options: Those of `HeadOptions`; all others are taken as `model_kwargs`.
+
+    Raises:
+        CheckpointError: If the input is bad or the output cannot be written. Nothing was written.
+        ValueError: If there is no exact rewrite with these heads. Nothing was written.
+        HubError: If the input cannot be downloaded. Nothing was written.
+        VerificationError: If the error is above the tolerance. Nothing was written.
+    """
+    heads, others = _split(options)
+    heads.check()
+    dst = check_destination(dst, force)
+    source = Path(os.path.realpath(local_path(src)))
+    if dst in (source, *source.parents) or (dst.parent == source and dst.is_file()):
+        raise CheckpointError(f'{dst} is the source, or one holds the other: choose another destination.')
+    checkpoint = Checkpoint.read(src, use_ema)
+    model = _phase1_model(checkpoint, {**others, **(model_kwargs or {})})
+    model = model.to(precise_dtype(next(model.parameters()).dtype))
+    converted, heads = convert_with(model, architecture, heads)
+
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(NUM_RANDOM_IMAGES, model.in_chans, *model.patch_embed.img_size, generator=generator)
+    if images is not None:
+        pixels = torch.cat([pixels, read_folder(Path(images), converted, MAX_REAL_IMAGES)[0]])
+    report = ConversionReport(
+        **vars(verify(model, converted, pixels)),
+        architecture=converted.pretrained_cfg['architecture'],
+        model_args=converted.model_args(),
+        options=heads,
+        num_images=(NUM_RANDOM_IMAGES, len(pixels) - NUM_RANDOM_IMAGES),
+        notes=checkpoint.spec.notes,
+    )
+    if not report.max_error <= tolerance:
+        raise VerificationError(
+            f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '
+            'written.')
+    Checkpoint.of(converted).write(dst, force)
+    return report
+
+
+def convert_state_dict(
+        state_dict: Mapping[str, torch.Tensor],
+        architecture: Optional[str] = None,
+        **options: Any,
+) -> Dict[str, torch.Tensor]:
+    """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
+
+    Args:
+        state_dict: Tensors of a phase-1 model; prefixes of wrappers are stripped.
+        architecture: See `convert_model`, also for errors.
+        **options: Those of `HeadOptions`; all others are arguments of the phase-1 model that tensors do not determine,
+            such as `img_size` (by default that of the registered model with such patches) and `in_chans`.
+
+    Raises:
+        CheckpointError: If these are not the tensors of a phase-1 model.
+    """
+    heads, model_kwargs = _split(options)
+    checkpoint = Checkpoint(Spec(), named_tensors(state_dict, 'state_dict'), 'state_dict')
+    return convert_with(_phase1_model(checkpoint, model_kwargs), architecture, heads)[0].state_dict()
+
+
+def _split(options: Mapping[str, Any]) -> Any:
+    """Return options of heads, and all others."""
+    heads = {key: value for key, value in options.items() if key in HeadOptions._fields}
+    return HeadOptions(**heads), {key: value for key, value in options.items() if key not in heads}
+
+
+def _phase1_model(checkpoint: Checkpoint, model_kwargs: Mapping[str, Any]) -> CmhsaConv:
+    model = checkpoint.model(**model_kwargs)
+    if not isinstance(model, CmhsaConv):
+        raise CheckpointError(
+            f'{checkpoint.source} holds a {type(model).__name__}, not a phase-1 model (cmhsa_conv_*).')
+    return model

@@ -1,0 +1,95 @@
+"""Which model tensors are of, by their names and shapes alone."""
+import math
+import reprlib
+from typing import Any, Dict, List, Mapping, Tuple
+
+import torch
+from timm.layers import to_2tuple
+
+from .layers import Size2d
+
+NOT_IN_TENSORS = ['img_size', 'global_pool', 'act_layer']
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def infer_model(tensors: Tensors, padding: Size2d = 1) -> Tuple[str, Dict[str, Any], List[str]]:
+    """Return the kind of a model, the arguments that its tensors give, and the names of those that they do not.
+
+    Args:
+        tensors: State dict of a model.
+        padding: Ring of padding of a 'padded_table', for tensors that do not have it (those of version 0.1).
+
+    Raises:
+        ValueError: If these are not the tensors of a phase-1 or a phase-2 model.
+    """
+    try:
+        infer = _infer_phase1 if 'blocks.0.attn.conv.weight' in tensors else _infer_phase2
+        return infer(tensors, _infer_body(tensors), padding)
+    except (KeyError, IndexError, ValueError, TypeError, ArithmeticError, StopIteration, RuntimeError) as e:
+        names = ', '.join(map(reprlib.repr, sorted(tensors)[:5]))
+        raise ValueError(
+            f'holds {names}, ...: these are not the tensors of a phase-1 (cmhsa_conv_*) or phase-2 (cmhsa_attn*) '
+            'model.') from e
+
+
+def num_classes(tensors: Tensors) -> int:
+    """Return the number of classes, 0 without a classifier."""
+    weight = tensors.get('head.weight')
+    return 0 if weight is None or weight.dim() == 0 else len(weight)
+
+
+def _infer_body(tensors: Tensors) -> Dict[str, Any]:
+    """Return the arguments that both phases have, those of a stem if there is one."""
+    is_depthwise = 'blocks.0.mlp.conv.conv.weight' in tensors
+    hidden_dim, dim, *_ = tensors[f'blocks.0.mlp.fc1{".conv" if is_depthwise else ""}.weight'].shape
+    args: Dict[str, Any] = {
+        'mlp_layer': 'depthwise' if is_depthwise else 'mlp',
+        'depth': len({name.split('.')[1] for name in tensors if name.startswith('blocks.')}),
+        'mlp_ratio': next(ratio for ratio in (hidden_dim / dim, math.nextafter(hidden_dim / dim, math.inf))
+                          if int(dim * ratio) == hidden_dim),  # timm multiplies and rounds down
+        'init_values': 1e-5 if 'blocks.0.ls1.gamma' in tensors else None,
+        'fc_norm': 'fc_norm.weight' in tensors,
+        'hidden_chans': dim,  # with patches of one token
+    }
+    convs = {int(name.split('.')[2]): tensor.shape for name, tensor in tensors.items()
+             if name.startswith('patch_embed.proj.') and name.endswith('.conv.weight')}
+    if convs:  # a pooling has no tensors, only a place in the order
+        stem = '-'.join(f'{shape[0]}{"" if i + 1 in convs else "p"}' for i, shape in sorted(convs.items()))
+        args.update(stem=stem, patch_size=2 ** stem.count('p'), in_chans=convs[0][1])
+    return args
+
+
+def _infer_phase1(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tuple[str, Dict[str, Any], List[str]]:
+    chans, _, *kernel_size = tensors['blocks.0.attn.conv.weight'].shape
+    assumed = NOT_IN_TENSORS
+    if 'stem' not in args:
+        args.update(patch_size=math.isqrt(args['hidden_chans'] // chans), in_chans=min(chans, 3))
+        assumed = [*assumed, 'patch_size', 'in_chans']
+    args.update(hidden_chans=chans, kernel_size=tuple(kernel_size))
+    return 'cmhsa_conv_k5' if kernel_size == [5, 5] else 'cmhsa_conv_k3', args, assumed
+
+
+def _infer_phase2(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tuple[str, Dict[str, Any], List[str]]:
+    if 'stem' not in args:
+        dim, in_chans, *patch_size = tensors['patch_embed.proj.weight'].shape
+        args.update(patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size))
+    rel_pos = {name.split('.')[-1]: tensor for name, tensor in tensors.items()
+               if name.startswith('blocks.0.attn.rel_pos.')}
+    num_heads, = rel_pos['zero_key_bias'].shape
+    head_dim = tensors['blocks.0.attn.proj.weight'].shape[1] // num_heads
+    args.update(
+        num_heads=num_heads, head_dim=head_dim, rel_pos='table', qkv_bias='blocks.0.attn.qkv.bias' in tensors,
+        qk_dim=(len(tensors['blocks.0.attn.qkv.weight']) // num_heads - head_dim) // 2)
+    ring, assumed = (0, 0), NOT_IN_TENSORS
+    if 'bias_scale' in rel_pos:
+        ring = to_2tuple(padding)
+        if 'padding_size' in rel_pos:
+            height, width = rel_pos['padding_size'].tolist()
+            ring = int(height), int(width)
+        else:
+            assumed = [*assumed, 'padding']
+        args.update(rel_pos='padded_table', padding=ring)
+    side = (math.isqrt(len(rel_pos['relative_position_bias_table']) - 1) + 2 - sum(ring)) // 2  # of a square grid
+    args.update(img_size=tuple(side * patch for patch in to_2tuple(args['patch_size'])))
+    return 'cmhsa_attn_soft' if 'bias_scale' in rel_pos else 'cmhsa_attn', args, assumed
