@@ -2,7 +2,6 @@
 import pytest
 import timm
 import torch
-from helpers import run_python
 from hypothesis import given, strategies as st
 from timm.layers import RmsNorm, SwiGLU
 from timm.utils import random_seed
@@ -217,14 +216,14 @@ def test_again_after_a_change_of_the_size(case):
 
 
 @pytest.mark.parametrize(('name', 'kwargs', 'options', 'message'), [
-    ('resnet18', {}, {}, 'ResNet cannot be started'),
-    ('test_cmhsa_attn', {}, {}, 'CmhsaAttn has layers of'),
+    ('resnet18', {}, {}, 'ResNet cannot be started as a convolution: it needs to be'),
+    ('test_cmhsa_attn', {}, {}, "it needs timm's Block"),
     ('vit_tiny_patch16_224', dict(qk_norm=True), {}, 'qk_norm=False'),
     ('vit_tiny_patch16_224', dict(pos_embed='none'), {}, "pos_embed='learn'"),
-    ('vit_small_patch16_18x2_224', {}, {}, 'ParallelThingsBlock'),
+    ('vit_small_patch16_18x2_224', {}, {}, "it needs timm's Block"),
     ('vit_relpos_small_patch16_224', {}, {}, "rel_pos_type='bias'"),
     ('vit_tiny_patch16_224', dict(num_heads=24), {}, 'Heads of 8 dimensions'),
-    ('vit_base_mci_224', {}, {}, 'no projection of patches'),
+    ('vit_base_mci_224', {}, {}, 'a projection of patches'),
     ('vit_tiny_patch16_224', dict(dynamic_img_pad=True), {}, 'dynamic_img_pad=False'),
     ('vit_tiny_patch16_224', {}, dict(peak=1.), 'must be below 1'),
     ('vit_tiny_patch16_224', {}, dict(peak=0.004), 'above that of even attention'),
@@ -273,38 +272,6 @@ def test_a_shorter_code_needs_a_new_model():
 def test_pictures_of_a_stock_vit(tmp_path):
     paths = plot_attention(start_as_convolution(create(TINY)), tmp_path, html=True)
     assert {path.name for path in paths} == {'attention.png', 'statistics.png', 'attention.html'}
-
-
-def test_command_writes_what_train_py_starts_from(tmp_path):
-    kwargs = ['--model-kwargs', 'img_size=32', 'patch_size=4', 'depth=3', 'num_classes=10', 'global_pool=avg']
-    for name in 'start.safetensors', 'start.pth':
-        done = run_python('-m', 'timm_cmhsa.start', TINY[0], tmp_path / name, *kwargs, '--seed', 3, '--peak', 0.6)
-        assert done.returncode == 0, done.stderr
-        assert ('--gp avg --model-kwargs img_size=32 patch_size=4 depth=3 --input-size 3 32 32 --num-classes 10'
-                in done.stdout)
-        case = TINY[0], dict(SMALL, global_pool='avg')
-        loaded = timm.create_model(case[0], **case[1], checkpoint_path=str(tmp_path / name))
-        expected = start_as_convolution(create(case, seed=3), peak=0.6, seed=3)
-        for key, tensor in expected.state_dict().items():
-            torch.testing.assert_close(loaded.state_dict()[key], tensor)
-
-
-@pytest.mark.parametrize(('arguments', 'message'), [
-    (['resnet18', 'out.pth'], 'cannot be started as a convolution'),
-    (['vit_tiny', 'out.pth'], 'vit_tiny'),
-    ([TINY[0], 'out.bin'], 'must end in'),
-    ([TINY[0], 'out.pth', '--model-kwargs', 'depths=3'], 'depths'),
-    ([TINY[0], 'out.pth', '--model-kwargs', 'patch_size=0'], 'cannot be created'),
-    ([TINY[0], 'out.pth', '--images', 'nowhere'], 'nowhere'),
-    ([TINY[0], 'there.pth'], 'already exists'),
-])
-def test_command_with_bad_input(tmp_path, arguments, message):
-    (tmp_path / 'there.pth').write_bytes(b'old')
-    done = run_python('-m', 'timm_cmhsa.start', *arguments, cwd=tmp_path)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ['there.pth']
 
 
 def test_trainer_starts_as_a_convolution(tmp_path):

@@ -6,9 +6,9 @@ from ..cli import Parser, parse_options, run_command
 from . import __doc__ as description, run
 from .options import add_options
 
-
 INSTEAD = {  # of options of timm's train.py
-    '--model-ema': 'averaged weights are --ema DECAY here', '--num-classes': 'the classes are the folders of --data-dir'}
+    '--model-ema': 'averaged weights are --ema DECAY here',
+    '--num-classes': 'the classes are the folders of --data-dir'}
 
 
 class TrainParser(Parser):

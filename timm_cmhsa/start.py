@@ -15,9 +15,9 @@ from timm.models.vision_transformer import Block
 from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
 
-from ..analysis import eval_mode
-from ..checkpoint import PathLike
-from ..images import choose_images, data_config, evenly_spaced
+from .analysis import eval_mode
+from .checkpoint import PathLike
+from .images import choose_images, data_config, evenly_spaced
 
 Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
 
@@ -99,28 +99,26 @@ def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
     Raises:
         ValueError: If they cannot.
     """
-    name = type(model).__name__
+    blocks = list(getattr(model, 'blocks', []))
     if isinstance(model, VisionTransformer):
-        for block in model.blocks:
-            attn: Any = getattr(block, 'attn', None)
-            if type(block) is not Block or type(attn) is not Attention or not hasattr(block.mlp, 'fc2'):
-                raise ValueError(
-                    f"{name} has layers of {type(block).__name__} with {type(attn).__name__}: only timm's Block with "
-                    'its Attention, and an MLP with fc2, can be started as a convolution.')
-            if not isinstance(attn.q_norm, nn.Identity):
-                raise ValueError(f'{name} normalizes queries and keys, so that they lose their lengths: qk_norm=False.')
-        if model.pos_embed is None:
-            raise ValueError(f"{name} has no position embedding for a head to find a patch by: pos_embed='learn'.")
-        if getattr(model.patch_embed, 'dynamic_img_pad', False):
-            raise ValueError(f'{name} pads images to a number of patches that varies: dynamic_img_pad=False.')
-        if not hasattr(model.patch_embed.proj, 'weight'):
-            raise ValueError(f'{name} has no projection of patches: use a model without a backbone before its tokens.')
-    elif not isinstance(model, (VisionTransformerRelPos, Beit)):
-        raise ValueError(
-            f'{name} cannot be started as a convolution: use a VisionTransformer (vit_*, deit_*), a Beit, or '
-            "vit_relpos_* with rel_pos_type='bias'.")
-    elif not _tables(model):
-        raise ValueError(f"{name} has no table of position biases: rel_pos_type='bias', or use_rel_pos_bias=True.")
+        needs = {
+            "timm's Block with its Attention and an MLP with fc2 in every layer": all(
+                type(block) is Block and type(block.attn) is Attention and hasattr(block.mlp, 'fc2')
+                for block in blocks),
+            'queries and keys that keep their lengths (qk_norm=False)': all(
+                isinstance(getattr(getattr(block, 'attn', None), 'q_norm', None), nn.Identity) for block in blocks),
+            "a position embedding for a head to find a patch by (pos_embed='learn')": model.pos_embed is not None,
+            'a fixed number of patches (dynamic_img_pad=False)': not getattr(
+                model.patch_embed, 'dynamic_img_pad', False),
+            'a projection of patches, and no backbone before its tokens': hasattr(model.patch_embed.proj, 'weight')}
+    else:
+        needs = {
+            'to be a VisionTransformer (vit_*, deit_*), a Beit, or vit_relpos_*': isinstance(
+                model, (VisionTransformerRelPos, Beit)),
+            "a table of position biases (rel_pos_type='bias', or use_rel_pos_bias=True)": bool(_tables(model))}
+    missing = next((need for need, is_there in needs.items() if not is_there), None)
+    if missing is not None:
+        raise ValueError(f'{type(model).__name__} cannot be started as a convolution: it needs {missing}.')
     grid_size: Tuple[int, int] = model.patch_embed.grid_size
     if not 1 < peak * math.prod(grid_size) < math.prod(grid_size):
         raise ValueError(f'{peak=} must be below 1, and above that of even attention, 1 / {math.prod(grid_size)}.')
