@@ -96,6 +96,16 @@ def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
     assert max_error(model(images_for(model)), larger(images_for(model))) <= 1e-6
 
 
+@every_form
+def test_files_have_the_permissions_of_the_umask(name, tmp_path):
+    write(tmp_path / name, 1)
+    (tmp_path / 'plain').touch()
+    expected = (tmp_path / 'plain').stat().st_mode
+    written = [path for path in (tmp_path / name, *(tmp_path / name).rglob('*')) if path.is_file()]
+    assert written
+    assert all(path.stat().st_mode == expected for path in written)
+
+
 def test_models_that_cannot_be_described_are_refused(tmp_path):
     model = CmhsaAttn(img_size=8, patch_size=4, depth=1, norm_layer=nn.LayerNorm)
     with pytest.raises(CheckpointError, match=r'norm_layer=.*LayerNorm.* does not go into config\.json'):

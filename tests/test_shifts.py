@@ -192,6 +192,15 @@ def test_a_random_start_looks_at_the_nearest_patches(name, kwargs):
     torch.testing.assert_close(model(IMAGES), expected, atol=1e-5, rtol=0)
 
 
+def test_what_was_frozen_by_hand_stays_frozen():
+    model = timm_cmhsa.convert_model(phase1(depth=2))
+    model.blocks[0].attn.rel_pos.requires_grad_(False)
+    expected = [parameter.requires_grad for parameter in model.parameters()]
+    for enable in (True, True, False):
+        model.set_hard_attn(enable)
+    assert [parameter.requires_grad for parameter in model.parameters()] == expected
+
+
 def test_sizes_of_a_hard_model():
     model = timm.create_model('test_cmhsa_attn', hard_attn=True, num_classes=5).eval()
     for size in (8, (16, 24), 64):
