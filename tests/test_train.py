@@ -15,12 +15,11 @@ from PIL import ExifTags, Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import timm_cmhsa
-from timm_cmhsa.images import image_reader
+from timm_cmhsa.images import image_reader, load_image
 from timm_cmhsa.train import train_two_phases
-from timm_cmhsa.train.data import Data, load_photo, open_folder, write_digits
+from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
 from timm_cmhsa.train.report import draw_curves, paired_interval
-from timm_cmhsa.train.trainer import Trainer
 
 CLASSES = 'cat', 'dog', 'owl'
 SIDE = 32
@@ -157,11 +156,10 @@ def test_a_run_goes_on_with_what_was_chosen_on_another_machine(finished, photos,
     assert results['options'] == {**options, **other}
 
 
-@timm.models.register_model
-def hungry(pretrained=False, **kwargs):
-    """A model that runs out of memory in training."""
+def limit_batches(most, **kwargs):
+    """Return a model that runs out of memory for more images: `most(model)`."""
     def fail(module, inputs):
-        if module.training:
+        if len(inputs[0]) > most(module):
             raise torch.cuda.OutOfMemoryError('CUDA out of memory.')
 
     model = timm.create_model('test_resnet', **kwargs)
@@ -169,12 +167,38 @@ def hungry(pretrained=False, **kwargs):
     return model
 
 
+@timm.models.register_model
+def hungry(pretrained=False, **kwargs):
+    return limit_batches(lambda model: 0 if model.training else 100, **kwargs)
+
+
+@timm.models.register_model
+def hungry_in_validation(pretrained=False, **kwargs):
+    return limit_batches(lambda model: OPTIONS['batch_size'], **kwargs)
+
+
+def test_memory_that_runs_out_in_validation(photos, tmp_path):
+    """Its batches are twice as large."""
+    message = 'does not fit into the memory of cpu: use a smaller --batch-size and another --output'
+    options = {**OPTIONS, 'epochs': 1, 'switch': 1}
+    with pytest.raises(ValueError, match=f'phase1 {message}'):
+        train_two_phases(photos, output=tmp_path / 'one', **{**options, 'model': 'hungry_in_validation'})
+    with pytest.raises(ValueError, match=f'hungry_in_validation-.* {message}'):
+        train_two_phases(photos, output=tmp_path / 'two', compare=['hungry_in_validation'], **options)
+
+    def rewrite(model):
+        return hungry_in_validation(num_classes=len(CLASSES))
+
+    with pytest.raises(ValueError, match=f'converted {message}'):
+        train_two_phases(photos, rewrite, output=tmp_path / 'three', **{**OPTIONS, 'epochs': 2})
+
+
 def test_what_has_no_checkpoint_yet_can_be_run_with_other_options(photos, tmp_path):
     with pytest.raises(ValueError, match='phase1 does not fit into the memory of cpu: use a smaller --batch-size'):
         train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'model': 'hungry', 'switch': 1})
     train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'epochs': 2})
-    with pytest.raises(ValueError, match=r'hungry-.* does not fit into the memory of cpu'):
-        train_two_phases(photos, output=tmp_path, compare=['hungry'], **{**OPTIONS, 'epochs': 2})
+    with pytest.raises(ValueError, match=r'hungry-.* does not fit into the memory of cpu'):  # a single name will do
+        train_two_phases(photos, output=tmp_path, compare='hungry', **{**OPTIONS, 'epochs': 2})
 
 
 def test_workers_are_forked_on_linux(photos, tmp_path):
@@ -358,10 +382,10 @@ def test_test_images_are_judged_in_the_end(photos, tmp_path):
     text = (tmp_path / 'results.md').read_text()
     assert re.search(r'Top-1 on 11 test images, %: phase 1 [0-9.]+ \([0-9.]+ to [0-9.]+\), ', text)
     assert f'on the same test images, in points, with its paired 95 % interval: {lead:+.2f}' in text
-    assert open_folder(root).test is not None
+    assert 'test' in open_folder(root).splits
     (root / 'test' / 'owl').rename(root / 'test' / 'unknown')
     data = open_folder(root)
-    assert data.test is None
+    assert 'test' not in data.splits
     assert data.notes == [
         f"owl, unknown: in one of {root / 'train'} and {root / 'test'} only, so no model is tested on the latter"]
 
@@ -385,7 +409,7 @@ def test_images_are_shifted_by_so_many_pixels_at_most(tmp_path):
             for i in range(20):
                 Image.fromarray(pixels).save(tmp_path / split / name / f'{i}.png')
     config = dict(input_size=(3, SIDE, SIDE), mean=(0.,) * 3, std=(1.,) * 3, interpolation='bicubic')
-    loader = Trainer(args, open_folder(tmp_path), config).loader
+    loader = make_loaders(open_folder(tmp_path), args, config).train
     places = torch.cat([images for images, _ in loader])[:, 0].flatten(1).argmax(dim=1)
     assert {*(places // SIDE).tolist()} == {*(places % SIDE).tolist()} == {14, 15, 16, 17, 18}
 
@@ -403,10 +427,10 @@ def test_compiled(photos, tmp_path):
 def test_classes_alone_hold_out_every_tenth_image(tmp_path):
     root = write_folder(tmp_path, ['.'], count=11)
     data = open_folder(root)
-    assert len(data.train) == 27
-    assert sorted(os.path.basename(path) for path, _ in data.validation.samples) == sorted(3 * ['0.png', '9.png'])
+    assert len(data.splits['train']) == 27
+    assert sorted(path.name for path, _ in data.splits['validation']) == sorted(3 * ['0.png', '9.png'])
     assert 'every tenth image' in ' '.join(data.notes)
-    assert not {path for path, _ in data.train.samples} & {path for path, _ in data.validation.samples}
+    assert not {*data.splits['train']} & {*data.splits['validation']}
 
 
 @pytest.mark.parametrize(('side', 'size'), [(20, 32), (32, 32), (60, 64), (64, 64), (100, 96), (500, 224)])
@@ -432,7 +456,7 @@ def test_epochs_fit_the_number_of_images(number, epochs):
     add_options(parser)
     args = parser.parse_args(['--device', 'cpu'])
     args.world_size = 1
-    choose_options(args, Data(range(number), range(10), list(CLASSES), SIDE, []))
+    choose_options(args, Images({'train': range(number)}, list(CLASSES), SIDE, []))
     assert args.epochs == epochs
 
 
@@ -442,12 +466,15 @@ def test_usual_names_of_folders(photos, tmp_path):
     (root / 'validation').rename(root / 'valid')
     write_image(root / 'Train' / '__MACOSX' / 'a.png')
     write_image(root / 'Train' / 'cat' / '.ipynb_checkpoints' / 'a.png')
+    (root / 'Train' / 'cat' / '._0.png').write_bytes(b'of macOS')
     data = open_folder(root)
-    assert (len(data.train), len(data.validation), data.test, data.class_names) == (12, 12, None, list(CLASSES))
+    assert data.notes == []
+    assert ({split: len(samples) for split, samples in data.splits.items()}, data.class_names) == (
+        dict(train=12, validation=12), list(CLASSES))
     shutil.copytree(root / 'valid', root / 'Test')
     (root / 'Test' / 'cat' / '0.png').unlink()
     data = open_folder(root)
-    assert (len(data.validation), len(data.test)) == (12, 11)
+    assert (len(data.splits['validation']), len(data.splits['test'])) == (12, 11)
 
 
 def test_other_files_of_the_same_number_are_another_run(photos, tmp_path):
@@ -464,8 +491,8 @@ def test_photos_are_upright_and_large_ones_are_decoded_smaller(tmp_path):
     image = Image.new('RGB', (1600, 1200))
     image.paste((255, 255, 255), (0, 0, 1600, 600))
     image.save(tmp_path / 'a.jpg', exif=exif)
-    assert load_photo(str(tmp_path / 'a.jpg'), side=1000).size == (1200, 1600)
-    photo = load_photo(str(tmp_path / 'a.jpg'))
+    assert load_image(tmp_path / 'a.jpg', side=1000).size == (1200, 1600)
+    photo = load_image(tmp_path / 'a.jpg', side=DECODED)
     assert photo.size == (600, 800)
     assert photo.getpixel((500, 400)) == (255, 255, 255)
     assert photo.getpixel((100, 400)) == (0, 0, 0)
@@ -486,7 +513,7 @@ def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     write_image(root / 'train' / 'owl' / 'gray.png', mode='L')
     write_image(root / 'train' / 'loose.png')
     data = open_folder(root)
-    assert len(data.train) == 13
+    assert len(data.splits['train']) == 13
     (root / 'train' / 'owl' / 'IMG_1.HEIC').write_bytes(b'')
     note, loose, other = open_folder(root).notes
     assert other == f"left out 1 files of {root / 'train'} in other formats (IMG_1.HEIC)"

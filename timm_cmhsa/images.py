@@ -1,6 +1,8 @@
 """Input images of a model: from a folder, prepared as timm does for validation, or noise. And back to pixels."""
 import logging
+import os
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
 
@@ -9,6 +11,7 @@ from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_data_config
 from torch import nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import Compose
 
 from .checkpoint import PathLike
 from .errors import CheckpointError, one_line
@@ -58,6 +61,24 @@ def evenly_spaced(total: int, count: int) -> List[int]:
     return [i * total // count for i in range(count)]
 
 
+def is_hidden(name: str) -> bool:
+    return name.startswith('.') or name == '__MACOSX'
+
+
+def find_images(root: Path) -> List[Path]:
+    """Return the image files of a folder and its subfolders, sorted, without hidden ones such as Jupyter's."""
+    files = []
+    for folder, names, found in os.walk(root):
+        names[:] = [name for name in names if not is_hidden(name)]
+        files += [Path(folder, name) for name in found]
+    # a broken link is an image that cannot be read, and named as such; a pipe is none
+    return sorted(file for file in files if is_image(file) and (file.is_file() or file.is_symlink()))
+
+
+def is_image(file: Path) -> bool:
+    return file.suffix.lower() in IMG_EXTENSIONS and not is_hidden(file.name)
+
+
 def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
     """Return at most `count` images of a folder and its subfolders, (B, C, H, W), and their paths in the folder.
 
@@ -66,8 +87,9 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     root = Path(folder)
     if not root.is_dir():
         raise CheckpointError(f'{folder} is not a folder of images.')
-    files = sorted(
-        path for path in root.rglob('*') if path.suffix.lower() in IMG_EXTENSIONS and path.is_file())
+    if count < 1:
+        raise CheckpointError(f'{count} images of {folder} were asked for: ask for 1 or more.')
+    files = find_images(root)
     if not files:
         raise CheckpointError(f'{folder} has no images ({", ".join(IMG_EXTENSIONS)}).')
     read = image_reader(model)
@@ -94,6 +116,14 @@ def open_image(file: PathLike) -> Iterator[Image.Image]:
         yield image
 
 
+def load_image(file: PathLike, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
+    """Return a photo, upright. A large JPEG file is decoded smaller, to no less than `side`, which is faster."""
+    with open_image(file) as image:
+        if side is not None:
+            image.draft('RGB', (side, side))
+        return ImageOps.exif_transpose(image).convert(mode)
+
+
 def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
     """Return a function that reads an image file and prepares it for a model: shape (C, H, W)."""
     config = data_config(model)
@@ -101,13 +131,7 @@ def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:
     if in_chans not in (1, 3):
         raise CheckpointError(
             f'Image files have 1 or 3 channels, but the model takes {in_chans}: leave them out, or pass a tensor.')
-    transform = create_transform(**config)
-
-    def read(file: Path) -> torch.Tensor:
-        with open_image(file) as image:
-            return transform(ImageOps.exif_transpose(image).convert('L' if in_chans == 1 else 'RGB'))
-
-    return read
+    return Compose([partial(load_image, mode='L' if in_chans == 1 else 'RGB'), create_transform(**config)])
 
 
 def to_pixels(images: torch.Tensor, model: nn.Module) -> torch.Tensor:

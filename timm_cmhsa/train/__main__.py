@@ -3,8 +3,9 @@ import sys
 from typing import NoReturn
 
 from ..cli import Parser, parse_options, run_command
-from . import __doc__ as description, run
+from . import __doc__ as description
 from .options import add_options
+from .run import run
 
 INSTEAD = {  # of options of timm's train.py
     '--model-ema': 'averaged weights are --ema DECAY here',

@@ -1,62 +1,120 @@
-"""Images to train on: a folder, a data set that timm knows, or the digits that scikit-learn ships."""
+"""Images to train on: found and looked at first, and then, by the options chosen for them, prepared by loaders."""
 import argparse
-import copy
 import hashlib
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, List, Mapping, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
-from PIL import Image, ImageOps
-from timm.data import create_dataset
+import torch
+from PIL import Image
+from timm.data import create_dataset, create_loader, create_transform
 from torch.distributed import barrier
-from torchvision.datasets import ImageFolder
+from torch.utils.data import Dataset, Subset
 from torchvision.datasets.folder import IMG_EXTENSIONS
+from torchvision.transforms import Compose, InterpolationMode, RandomCrop, RandomHorizontalFlip, Resize
 from tqdm import tqdm
 
 from ..errors import one_line
-from ..images import evenly_spaced, open_image
+from ..images import evenly_spaced, find_images, is_hidden, is_image, load_image
 
 VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
 CANVAS, DIGIT = 32, 16  # pixels
 NUM_MEASURED = 100  # images whose size is looked at
+NUM_DRAWN = 32  # images whose attention is drawn
 DECODED = 512  # pixels: JPEG files are decoded to an eighth, a quarter or half of their sides that is no smaller
 
+Samples = Sequence[Tuple[Any, int]]  # an image or its file, and its class
 
-class Data(NamedTuple):
-    """Images to train and to validate on, of which timm's loader sets the transform, and others to test on."""
-    train: Any
-    validation: Any
+
+class Images(NamedTuple):
+    """Images that were found, and what options are chosen by."""
+    splits: Dict[str, Samples]  # to train and to validate on, and perhaps to test on
     class_names: List[str]
     side: int  # the shorter one, of the median image, pixels
     notes: List[str]  # what was found or assumed
     options: Mapping[str, Any] = {}  # that fit them, where none are given
-    test: Any = None
     digest: str = ''  # of the names and sizes of the files
+    load: Callable[..., Image.Image] = load_image  # of a sample
 
 
-class Photos(ImageFolder):
-    """A folder of images, without hidden folders such as Jupyter's."""
-
-    def find_classes(self, directory: str) -> Tuple[List[str], Dict[str, int]]:
-        names = [name for name in super().find_classes(directory)[0] if not is_hidden(name)]
-        return names, {name: i for i, name in enumerate(names)}
-
-
-def is_hidden(name: str) -> bool:
-    return name.startswith('.') or name == '__MACOSX'
+class Loaders(NamedTuple):
+    """Batches of images as a model gets them, and of their classes."""
+    train: Any
+    judged: Dict[str, Any]  # validation, and test if there is one
+    drawn: Any  # some images of validation, in one batch
 
 
-def load_photo(path: str, side: int = DECODED) -> Image.Image:
-    """Return a photo, upright. A large JPEG file is decoded smaller, to no less than this side, which is faster."""
-    with Image.open(path) as image:
-        image.draft('RGB', (side, side))
-        return ImageOps.exif_transpose(image).convert('RGB')
+class Prepared(Dataset):
+    """Images of a split, each prepared when it is asked for. timm's loaders set a `transform`, which is not used."""
+
+    def __init__(self, samples: Samples, prepare: Callable[[Any], Any]) -> None:
+        self.samples, self.prepare = samples, prepare
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tuple[Any, int]:
+        image, target = self.samples[index]
+        return self.prepare(image), target
 
 
-def open_folder(root: Path) -> Data:
+def make_loaders(images: Images, args: argparse.Namespace, config: Mapping[str, Any]) -> Loaders:
+    """Return loaders that prepare images for a model (`data_config`), by the complete options of the command."""
+    in_chans, size, is_cuda = config['input_size'][0], args.img_size, torch.device(args.device).type == 'cuda'
+    pixels: Dict[str, Any] = dict(
+        input_size=(in_chans, size, size), mean=config['mean'], std=config['std'],
+        interpolation=config['interpolation'], use_prefetcher=is_cuda)
+    erasing = dict(re_prob=args.reprob, re_mode='pixel')  # on a GPU, the loader does that
+    load = partial(images.load, mode='L' if in_chans == 1 else 'RGB', side=max(DECODED, 2 * size))  # crops stay sharp
+    crop, augment, finish = create_transform(
+        is_training=True, scale=(args.scale, 1.), hflip=0., color_jitter=0., auto_augment=args.aa or None,
+        separate=True, **erasing, **pixels)
+    if args.scale == 1:  # shift images instead of cropping them, as DeiT does with small ones
+        resize = Resize(size, InterpolationMode(config['interpolation']))
+        crop = Compose([resize, RandomCrop((size, size), padding=args.shift)])
+    flip = [] if args.no_flip else [RandomHorizontalFlip()]
+    augmented = Compose([load, crop, *flip, augment, finish])
+    plain = Compose([load, create_transform(crop_pct=1., **pixels)])
+
+    def loader(dataset: Dataset, workers: int = args.workers, **options: Any) -> Any:
+        loader = create_loader(
+            dataset, num_workers=workers, device=torch.device(args.device), pin_memory=is_cuda,
+            persistent_workers=False, **pixels, **options)  # an epoch then depends on its seed alone
+        if workers and sys.platform == 'linux':  # from Python 3.14 on, each would import torch in every epoch
+            getattr(loader, 'loader', loader).multiprocessing_context = 'fork'
+        return loader
+
+    train = loader(
+        Prepared(images.splits['train'], augmented), batch_size=args.batch_size, is_training=True,
+        distributed=args.distributed, **erasing)
+    if args.distributed:
+        train.sampler.seed = args.seed
+    judged = {split: Prepared(samples, plain) for split, samples in images.splits.items() if split != 'train'}
+    drawn = Subset(judged['validation'], evenly_spaced(len(judged['validation']), NUM_DRAWN))
+    return Loaders(
+        train, {split: loader(dataset, batch_size=2 * args.batch_size) for split, dataset in judged.items()},
+        loader(drawn, workers=0, batch_size=NUM_DRAWN))
+
+
+def open_images(args: argparse.Namespace) -> Images:
+    """Find the images that the options name, and look at them."""
+    if args.dataset:
+        return open_dataset(args)
+    if not args.data_dir:
+        return open_digits(args)
+    images = open_folder(Path(args.data_dir))
+    root, output = images.splits['train'][0][0].parents[1].resolve(), args.output.resolve()
+    if root in (output, *output.parents):
+        raise ValueError(f'{args.output} would become a class of {root}: give an --output elsewhere.')
+    return images
+
+
+def open_folder(root: Path) -> Images:
     """Open `train/CLASS/*` and `validation/CLASS/*`, or `CLASS/*` alone, from which every tenth image is held out.
 
     If there is `test/CLASS/*` besides, with the same classes, the models are tested on it in the end.
@@ -66,91 +124,90 @@ def open_folder(root: Path) -> Data:
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
-    classes = {path: sorted(child.name for child in path.iterdir() if child.is_dir() and not is_hidden(child.name))
-               for path in root.iterdir() if path.is_dir()}
-    parts = {path.name.lower(): path for path, names in classes.items() if names}
+    parts = {path.name.lower(): path for path in root.iterdir() if path.is_dir() and _classes(path)}
     held_out = next((parts[name] for name in VALIDATION_NAMES if name in parts), None)
     tests, root = parts.get('test'), parts.get('train', root)
     notes: List[str] = []
-    train = _read(root, notes)
+    names, train = _classes(root), _read(root, notes)
     if held_out is not None:
         validation = _read(held_out, notes)
-        if train.classes != validation.classes:
-            names = ', '.join(sorted(set(train.classes) ^ set(validation.classes))[:5])
-            raise ValueError(f'{names}: in one of {root} and {held_out} only. Both need the same classes.')
+        if names != _classes(held_out):
+            raise ValueError(f'{_in_one_only(root, held_out)}. Both need the same classes.')
     else:
-        validation, by_class = copy.copy(train), [
-            [sample for sample in train.samples if sample[1] == i] for i in range(len(train.classes))]
-        validation.samples = [sample for samples in by_class for sample in samples[::HELD_OUT]]
-        train.samples = [sample for samples in by_class for i, sample in enumerate(samples) if i % HELD_OUT]
+        by_class = [[sample for sample in train if sample[1] == i] for i in range(len(names))]
+        validation = [sample for samples in by_class for sample in samples[::HELD_OUT]]
+        train = [sample for samples in by_class for i, sample in enumerate(samples) if i % HELD_OUT]
         notes.append(f'every tenth image of a class in {root} is held out for validation')
-    for i, name in enumerate(train.classes):
-        if any(all(target != i for _, target in part.samples) for part in (train, validation)):
+    for i, name in enumerate(names):
+        if any(all(target != i for _, target in samples) for samples in (train, validation)):
             missing = f'{root}: {name} needs an image to train on, and one to validate on'
             raise ValueError('; '.join([*notes, missing]))
+    files = [f'{path.relative_to(path.parents[1])} {path.stat().st_size}' for path, _ in (*train, *validation)]
+    digest = hashlib.sha256('\n'.join(files).encode()).hexdigest()[:12]
     sides = []
-    for path, _ in (train.samples[i] for i in evenly_spaced(len(train), NUM_MEASURED)):
-        with Image.open(path) as image:
+    for i in evenly_spaced(len(train), NUM_MEASURED):
+        with Image.open(train[i][0]) as image:
             sides.append(min(image.size))
-    test = None
+    splits: Dict[str, Samples] = {'train': train, 'validation': validation}
     if tests is not None and tests != held_out:
-        if classes[tests] == train.classes:
-            test = _read(tests, notes)
+        if names == _classes(tests):
+            splits['test'] = _read(tests, notes)
         else:
-            others = ', '.join(sorted(set(train.classes) ^ set(classes[tests]))[:5])
-            notes.append(f'{others}: in one of {root} and {tests} only, so no model is tested on the latter')
-    return Data(train, validation, train.classes, round(median(sides)), notes, test=test,
-                digest=_digest(train, validation))
+            notes.append(f'{_in_one_only(root, tests)}, so no model is tested on the latter')
+    return Images(splits, names, round(median(sides)), notes, digest=digest)
 
 
-def _read(root: Path, notes: List[str]) -> ImageFolder:
+def _classes(root: Path) -> List[str]:
+    return sorted(path.name for path in root.iterdir() if path.is_dir() and not is_hidden(path.name))
+
+
+def _in_one_only(root: Path, other: Path) -> str:
+    names = sorted({*_classes(root)} ^ {*_classes(other)})
+    return f'{", ".join(names[:5])}: in one of {root} and {other} only'
+
+
+def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
     """Return the images of a folder, without those that cannot be read, which are noted."""
-    try:
-        images = Photos(str(root), loader=load_photo)
-    except FileNotFoundError as e:
-        raise ValueError(f'{root}: {one_line(e)}') from e
-    images.samples = [(path, target) for path, target in images.samples if not is_hidden(Path(path).parent.name)]
-    if len(images.classes) < 2:
-        raise ValueError(f'{root} has one class, {images.classes[0]}: expected two folders of images or more.')
-    for path, _ in images.samples:
-        if Path(path).parent.parent != root:
-            raise ValueError(f'{Path(path).parent} is a folder in a folder: expected {root}/CLASS/IMAGE.')
+    names = _classes(root)
+    files = [find_images(root / name) for name in names]
+    empty = ', '.join(name for name, paths in zip(names, files) if not paths)
+    if empty:
+        raise ValueError(
+            f'{root}: Found no valid file for the classes {empty}. Supported extensions are: '
+            f'{", ".join(IMG_EXTENSIONS)}.')
+    if len(names) < 2:
+        raise ValueError(
+            f'{root} has {", ".join(["one class", *names]) if names else "no class"}: expected two folders of images '
+            'or more.')
+    samples = [(path, i) for i, paths in enumerate(files) for path in paths]
+    for path, _ in samples:
+        if path.parent.parent != root:
+            raise ValueError(f'{path.parent} is a folder in a folder: expected {root}/CLASS/IMAGE.')
     with ThreadPoolExecutor() as pool:
-        checks = pool.map(_why_unreadable, (path for path, _ in images.samples))
-        reasons = list(tqdm(checks, 'reading images', len(images), leave=False, disable=None))
-    bad = [f'{path}: {reason}' for (path, _), reason in zip(images.samples, reasons) if reason]
+        checks = pool.map(_why_unreadable, (path for path, _ in samples))
+        reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
+    bad = [f'{path}: {reason}' for (path, _), reason in zip(samples, reasons) if reason]
     if bad:
-        notes.append(f'left out {len(bad)} of {len(images)} images that cannot be used ({"; ".join(bad[:3])})')
-    loose = sum(path.suffix.lower() in IMG_EXTENSIONS for path in root.iterdir())
+        notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(bad[:3])})')
+    loose = sum(map(is_image, root.iterdir()))
     if loose:
         notes.append(f'left out {loose} images of {root} that are in no folder of a class')
-    others = sorted(path.name for name in images.classes for path in (root / name).iterdir()
-                    if path.suffix.lower() not in IMG_EXTENSIONS and not is_hidden(path.name))
+    others = sorted(path.name for name in names for path in (root / name).iterdir()
+                    if not is_image(path) and not is_hidden(path.name))
     if others:
         notes.append(f'left out {len(others)} files of {root} in other formats ({", ".join(others[:3])})')
-    images.samples = [sample for sample, reason in zip(images.samples, reasons) if not reason]
-    return images
+    return [sample for sample, reason in zip(samples, reasons) if not reason]
 
 
-def _digest(*parts: ImageFolder) -> str:
-    """Return a text that differs where other files are trained or validated on."""
-    files = [f'{Path(path).relative_to(part.root)} {Path(path).stat().st_size}'
-             for part in parts for path, _ in part.samples]
-    return hashlib.sha256('\n'.join(files).encode()).hexdigest()[:12]
-
-
-def _why_unreadable(path: str) -> str:
+def _why_unreadable(path: Path) -> str:
     try:
-        with open_image(path) as image:
-            image.draft('RGB', (32, 32))  # decodes JPEG faster
-            image.load()
-            ImageOps.exif_transpose(image)
+        load_image(path, side=32)  # decodes JPEG faster
     except Exception as e:  # decoders raise anything
         return one_line(e).rstrip('.')
     return ''
 
 
-def open_dataset(args: argparse.Namespace) -> Data:
+def open_dataset(args: argparse.Namespace) -> Images:
     """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
     name, root = args.dataset, str(args.data_dir or 'data')
 
@@ -173,10 +230,16 @@ def open_dataset(args: argparse.Namespace) -> Data:
     classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
     if not classes:
         raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
-    return Data(train, validation, [str(each) for each in classes], round(side), [])
+    splits = {'train': train, 'validation': validation}
+    return Images(splits, [str(each) for each in classes], round(side), [], load=_convert)
 
 
-def open_digits(args: argparse.Namespace) -> Data:
+def _convert(image: Image.Image, mode: str, side: int) -> Image.Image:
+    """Return an image that a data set has decoded, whatever its size."""
+    return image.convert(mode)
+
+
+def open_digits(args: argparse.Namespace) -> Images:
     """Open the digits that scikit-learn ships."""
     folder = args.output / f'digits-{args.seed}'
     if args.rank == 0:

@@ -1,5 +1,6 @@
 """The options of a training, and what is chosen where they are left out."""
 import argparse
+import json
 import math
 import os
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from timm.utils import ParseKwargs
 
 from ..models import registered_hybrid
-from .data import Data
+from .data import Images
 
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
@@ -97,13 +98,14 @@ def check_options(args: argparse.Namespace) -> None:
             raise ValueError(f'--model-kwargs {name} is given by {instead}: leave it out.')
 
 
-def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, str] = {}) -> List[str]:
+def choose_options(args: argparse.Namespace, images: Images, before: Mapping[str, str] = {}) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice.
 
     A run that was begun on another machine (`before`, its fingerprint) keeps what was chosen for that.
     """
-    notes, args.num_images, args.classes, args.files = [], len(data.train), data.class_names, data.digest
-    fitting = {name: value for name, value in data.options.items() if name != 'model_kwargs' or args.model is None}
+    args.num_images, args.classes, args.files = len(images.splits['train']), images.class_names, images.digest
+    notes: List[str] = []
+    fitting = {name: value for name, value in images.options.items() if name != 'model_kwargs' or args.model is None}
 
     def choose(name: str, value: Any, reason: str) -> None:
         if getattr(args, name) is None:
@@ -112,8 +114,8 @@ def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, st
             if value != {}:
                 notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
-    size = max((each for each in SIZES if each <= 1.15 * data.side), default=SIZES[0])
-    choose('img_size', size, f'the shorter side of the images is {data.side} pixels')
+    size = max((each for each in SIZES if each <= 1.15 * images.side), default=SIZES[0])
+    choose('img_size', size, f'the shorter side of the images is {images.side} pixels')
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
@@ -157,3 +159,25 @@ def choose_options(args: argparse.Namespace, data: Data, before: Mapping[str, st
 def fingerprint(args: argparse.Namespace) -> Dict[str, Any]:
     """Return the options that decide what is trained."""
     return {key: str(value) for key, value in vars(args).items() if key not in WITHOUT_EFFECT}
+
+
+def options_before(output: Path) -> Dict[str, str]:
+    """Return the fingerprint of the run that a folder has a checkpoint of, if any."""
+    path = output / 'options.json'
+    has_begun = path.exists() and any(output.glob('checkpoints/*.tar'))
+    return json.loads(path.read_text(encoding='utf-8')) if has_begun else {}
+
+
+def note_options(args: argparse.Namespace) -> None:
+    """Refuse an output folder with another run, and write down the options of this one."""
+    path, options = args.output / 'options.json', fingerprint(args)
+    before = options_before(args.output) or options
+    changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key, 'None') != options[key])
+    if changed:
+        raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
+    if not path.exists() and (args.output / 'results.md').exists():
+        raise ValueError(f'{args.output} holds a results.md that is not of a training: give another --output.')
+    if args.rank == 0:
+        args.output.mkdir(parents=True, exist_ok=True)
+        path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')
+        path.with_suffix('.part').replace(path)

@@ -1,17 +1,24 @@
-"""What a training leaves behind: tables and pictures."""
+"""What a training leaves behind: models, tables and pictures."""
 import json
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Dict, List
 
+import timm
 import torch
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
+from timm.models import save_for_hf
 from torch import nn
 
+from ..checkpoint import replacing
+from ..errors import CheckpointError, one_line
+from ..hub import save_for_hub
+from ..images import data_config
+from ..models import Cmhsa
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
-from .trainer import Point
+from .trainer import Judged, Point
 
 MAX_CLASSES = 20  # of a confusion matrix
 
@@ -23,21 +30,55 @@ model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()
 ```'''
 
 
+def save_models(
+        models: Dict[str, Judged],
+        output: Path,
+        model_args: Dict[str, Any],
+        class_names: List[str],
+        sizes: Dict[str, int],
+) -> None:
+    """Write a folder for each model of this package, with a card; of another one, only the `model`, as timm does."""
+    training = f'{sizes["train"]} images, validated on {sizes["validation"]} others'
+    for name, judged in models.items():
+        if isinstance(judged.model, Cmhsa):
+            save_for_hub(
+                judged.model, output / name, force=True, label_names=class_names,
+                results={'Top-1': round(judged.top1(), 2)}, details={'Training': training})
+        elif name == 'model':
+            _save_for_timm(judged.model, output / name, model_args, class_names)
+
+
+def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_names: List[str]) -> None:
+    """Write a stock model for `timm.create_model('local-dir:FOLDER', pretrained=True)`, if that gives it back."""
+    if folder.exists():  # of a run that was finished before
+        return
+    try:
+        with replacing(folder, force=False) as new:
+            config = {'label_names': label_names, 'pretrained_cfg': data_config(model)}
+            if hasattr(getattr(model, 'patch_embed', None), 'img_size'):  # timm 1.0.26 takes that of the name
+                model_args = {**model_args, 'img_size': model.patch_embed.img_size}
+            save_for_hf(model, str(new), config, model_args, safe_serialization=True)
+            loaded = timm.create_model(f'local-dir:{new}', pretrained=True).state_dict()
+            if any(not tensor.cpu().equal(loaded[name]) for name, tensor in model.state_dict().items()):
+                raise CheckpointError('The weights are others.')
+    except Exception as e:  # timm raises anything, for a model that has another form than its name
+        print(f'The model is only in checkpoints, as timm cannot load it by its name: {one_line(e)}')
+
+
 def write_report(
         output: Path,
         results: Dict[str, Any],
         class_names: List[str],
-        logits: torch.Tensor,
-        targets: torch.Tensor,
+        final: Judged,
         models: Dict[str, nn.Module],
         images: torch.Tensor,
 ) -> None:
-    """Write results.json, results.md and pictures of curves, of errors (logits, targets) and of models' attention."""
+    """Write results.json, results.md and pictures of curves, of final errors and of models' attention."""
     pictures = {'curves.png': draw_curves(results['curves'])}
     with suppress(PlotError):  # a model without attention that can be drawn
         pictures['attention.png'] = draw_attention(models, images)
     if len(class_names) <= MAX_CLASSES:
-        pictures['confusion.png'] = draw_confusion(logits, targets, class_names)
+        pictures['confusion.png'] = draw_confusion(*final.predicted['validation'], class_names)
     for name, figure in pictures.items():
         figure.savefig(output / name)
     (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')

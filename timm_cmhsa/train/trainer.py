@@ -1,16 +1,16 @@
 """Train a model for some epochs of a schedule. A training that was stopped goes on to the same weights."""
 import itertools
 import math
-import sys
 import time
 from argparse import Namespace
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
-from timm.data import Mixup, create_loader
+from timm.data import Mixup
 from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
@@ -19,20 +19,15 @@ from timm.utils import ModelEmaV3, NativeScaler, accuracy, distribute_bn, random
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import convert_conv2d_weight_memory_format
-from torch.utils.data import Subset
-from torchvision.transforms import Compose, Grayscale, InterpolationMode, RandomCrop, Resize
-from torchvision.transforms.v2 import RGB
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoint
 from ..convert import DATA_KEYS
 from ..errors import one_line
-from ..images import evenly_spaced
 from ..models import Cmhsa
-from .data import Data
+from .data import Loaders
 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
-NUM_DRAWN = 32  # images whose attention is drawn
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 
 Point = Dict[str, float]  # of a curve
@@ -87,41 +82,36 @@ class Trained:
         return checkpoint['history']
 
 
+@dataclass
+class Judged:
+    """A model as the tables name it, and what it takes the images of each split for."""
+    title: str
+    model: nn.Module
+    predicted: Dict[str, Tuple[torch.Tensor, torch.Tensor]]  # logits in float32, (N, num_classes), and classes, (N,)
+    history: Sequence[Point] = ()  # none if only the rewrite made it
+
+    def top1(self, split: str = 'validation') -> float:
+        """Return the top-1 accuracy in percent."""
+        return accuracy(*self.predicted[split])[0].item()
+
+    def right(self, split: str) -> torch.Tensor:
+        """Return 1 for every image that is classified right, and 0 for the others: float64, (N,)."""
+        logits, targets = self.predicted[split]
+        return (logits.argmax(dim=1) == targets).double()
+
+
 class Trainer:
     """What all trainings of a run share: images, options and device."""
 
-    def __init__(self, args: Namespace, data: Data, config: Dict[str, Any]) -> None:
-        """Open images as timm prepares them (`data_config`), with the complete options of the command."""
-        self.args, self.num_classes, self.device = args, len(data.class_names), torch.device(args.device)
-        size, is_cuda = (config['input_size'][0], args.img_size, args.img_size), self.device.type == 'cuda'
-        common: Dict[str, Any] = dict(
-            input_size=size, mean=config['mean'], std=config['std'], interpolation=config['interpolation'],
-            num_workers=args.workers, device=self.device, use_prefetcher=is_cuda, pin_memory=is_cuda,
-            persistent_workers=False)  # an epoch then depends on its seed alone
-        self.loader = create_loader(
-            data.train, batch_size=args.batch_size, is_training=True, distributed=args.distributed,
-            scale=(args.scale, 1.), hflip=0. if args.no_flip else 0.5, color_jitter=0., auto_augment=args.aa or None,
-            re_prob=args.reprob, re_mode='pixel', **common)
-        if args.scale == 1:  # shift images instead of cropping them, as DeiT does with small ones
-            resize = Resize(args.img_size, InterpolationMode(config['interpolation']))
-            data.train.transform.transforms[0] = Compose([resize, RandomCrop(size[1:], padding=args.shift)])
-        self.loaders = {
-            split: create_loader(part, batch_size=2 * args.batch_size, crop_pct=1., **common)
-            for split, part in dict(validation=data.validation, test=data.test).items() if part is not None}
-        self.updates = len(self.loader) // args.grad_accum_steps  # of an epoch
+    def __init__(self, args: Namespace, loaders: Loaders) -> None:
+        """Train on these images, with the complete options of the command."""
+        self.args, self.loaders, self.device = args, loaders, torch.device(args.device)
+        self.updates = len(loaders.train) // args.grad_accum_steps  # of an epoch
         self.mixup, self.loss_fn = None, LabelSmoothingCrossEntropy(args.smoothing)
         if args.mixup or args.cutmix:
             self.mixup = Mixup(args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
-                               num_classes=self.num_classes)
+                               num_classes=len(args.classes))
             self.loss_fn = SoftTargetCrossEntropy()
-        for loader in (self.loader, *self.loaders.values()):
-            loader.dataset.transform.transforms.insert(0, Grayscale() if size[0] == 1 else RGB())
-            if args.workers and sys.platform == 'linux':  # from Python 3.14 on, each would import torch in every epoch
-                getattr(loader, 'loader', loader).multiprocessing_context = 'fork'
-        if args.distributed:
-            self.loader.sampler.seed = args.seed
-        drawn = Subset(data.validation, evenly_spaced(len(data.validation), NUM_DRAWN))
-        self.drawn = create_loader(drawn, batch_size=NUM_DRAWN, **{**common, 'num_workers': 0})
         self.writer: Any = None
         if args.log is not None and args.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -168,15 +158,11 @@ class Trainer:
         if state.history and first < epochs.stop and not args.rank:
             tqdm.write(f'{name} goes on after epoch {first}')
         seconds = state.seconds or (before.seconds if before else 0.)
-        with tqdm(desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates,
-                  unit='step', **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
+        with self._in_memory(name), tqdm(
+                desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates, unit='step',
+                **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
             for epoch in range(first, epochs.stop):
-                try:
-                    loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
-                except torch.cuda.OutOfMemoryError as e:
-                    raise ValueError(
-                        f'{name} does not fit into the memory of {self.device}: use a smaller --batch-size and another '
-                        '--output, or leave a model out of --compare.') from e
+                loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
                 seconds += duration
                 # in the same order in all processes, which a set would not have
                 for each in dict.fromkeys((model, state.judged)) if args.distributed else ():
@@ -227,9 +213,9 @@ class Trainer:
         args, optimizer, scaler, start = self.args, state.optimizer, state.scaler, time.perf_counter()
         random_seed((args.seed * 100_003 + epoch * args.world_size) % 2 ** 31, args.rank)
         if args.distributed:
-            self.loader.sampler.set_epoch(epoch)
+            self.loaders.train.sampler.set_epoch(epoch)
         warmup = max(WARMUP_OF_NEW * len(schedule) * self.updates, 1)
-        batches, total = iter(self.loader), torch.zeros((), device=self.device)
+        batches, total = iter(self.loaders.train), torch.zeros((), device=self.device)
         dtype = getattr(torch, args.amp_dtype or 'bfloat16')
         autocast = torch.autocast(self.device.type, dtype, enabled=bool(args.amp_dtype))
         state.model.train()
@@ -260,26 +246,34 @@ class Trainer:
         loss, seconds = (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
         return loss, seconds
 
-    def predict(self, model: nn.Module, split: str = 'validation') -> Tuple[torch.Tensor, torch.Tensor]:
-        """Return the logits of all images of a split in float32, (N, num_classes), and their classes, (N,)."""
+    @contextmanager
+    def _in_memory(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as e:
+            raise ValueError(
+                f'{name} does not fit into the memory of {self.device}: use a smaller --batch-size and another '
+                '--output, or leave a model out of --compare.') from e
+
+    def _predict(self, model: nn.Module, split: str = 'validation') -> Tuple[torch.Tensor, torch.Tensor]:
         model.to(self.device).eval()
         logits, targets = [], []
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
-            for images, target in self.loaders[split]:
+            for images, target in self.loaders.judged[split]:
                 logits.append(model(images.to(self.device)).cpu())
                 targets.append(target.cpu())
         return torch.cat(logits), torch.cat(targets)
 
-    def validate(self, model: nn.Module, split: str = 'validation') -> Point:
-        """Return loss and top-1 accuracy, in percent, on the images of a split."""
-        logits, targets = self.predict(model, split)
+    def validate(self, model: nn.Module) -> Point:
+        """Return loss and top-1 accuracy, in percent, on the validation images."""
+        logits, targets = self._predict(model)
         return {'loss': F.cross_entropy(logits, targets).item(), 'top1': accuracy(logits, targets)[0].item()}
 
-    def is_right(self, model: nn.Module, split: str) -> torch.Tensor:
-        """Return 1 for every image of a split that is classified right, and 0 for the others: float64, (N,)."""
-        logits, targets = self.predict(model, split)
-        return (logits.argmax(dim=1) == targets).double()
+    def judge(self, title: str, model: nn.Module, history: Sequence[Point] = ()) -> Judged:
+        """Classify the images of every split, once a training has ended."""
+        with self._in_memory(title):
+            return Judged(title, model, {split: self._predict(model, split) for split in self.loaders.judged}, history)
 
     def images(self) -> torch.Tensor:
         """Return some validation images, as the models get them: shape (B, C, H, W)."""
-        return next(iter(self.drawn))[0].to(self.device)
+        return next(iter(self.loaders.drawn))[0].to(self.device)

@@ -1,0 +1,196 @@
+"""A run: what it trains, one after the other, and what it writes down of that."""
+import argparse
+import copy
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+
+import timm
+import torch
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.optim import create_optimizer_v2
+from timm.utils import init_distributed_device, random_seed
+from torch import nn
+
+from ..checkpoint import PathLike
+from ..convert import convert_model
+from ..errors import one_line
+from ..images import data_config
+from ..models import Cmhsa, CmhsaConv
+from ..start import start_as_convolution
+from .data import Images, make_loaders, open_images
+from .options import add_options, check_options, choose_options, fingerprint, note_options, options_before
+from .trainer import Judged, Trainer
+
+PEAK = 0.75  # weight of a soft head on its own offset
+
+Rewrite = Callable[[nn.Module], nn.Module]
+
+
+@dataclass
+class Outcome:
+    """The models of a run, in the order of the tables."""
+    phase1: Judged
+    converted: Optional[Judged] = None
+    phase2: Optional[Judged] = None
+    rivals: List[Judged] = field(default_factory=list)
+
+    @property
+    def final(self) -> Judged:
+        return self.phase2 or self.phase1
+
+    @property
+    def saved(self) -> Dict[str, Judged]:
+        """Return what is saved, by the name of its folder."""
+        others = {'phase1': self.phase1} if self.phase2 else {'converted': self.converted}
+        return {name: each for name, each in {'model': self.final, **others}.items() if each}
+
+    @property
+    def drawn(self) -> Dict[str, nn.Module]:
+        """Return the models whose attention is drawn, by their titles."""
+        if self.converted and self.phase2:
+            return {'before phase 2': self.converted.model, 'after phase 2': self.phase2.model}
+        return {'after training': (self.converted or self.phase1).model}
+
+    def __iter__(self) -> Iterator[Judged]:
+        return filter(None, (self.phase1, self.converted, self.phase2, *self.rivals))
+
+
+def train_two_phases(
+        data_dir: Optional[PathLike] = None,
+        rewrite: Optional[Rewrite] = None,
+        **options: Any,
+) -> Dict[str, Any]:
+    """Train a model in two phases, or go on where that was stopped. Write models, tables and pictures.
+
+    Args:
+        data_dir: Folder with `train/CLASS/*` and `validation/CLASS/*`, or with `CLASS/*` alone; by default the digits
+            that scikit-learn ships.
+        rewrite: Function that returns phase 2's model, given that of phase 1. By default `convert_model`, with the
+            options `architecture` and `phase2_kwargs`.
+        **options: Those of the command `python -m timm_cmhsa.train`, such as `output='out'` or `img_size=64`.
+
+    Returns:
+        Content of `results.json`: `phase1_top1` and `converted_top1`, right before and after the rewrite, `top1` at the
+        end, in percent on the validation images, and more.
+
+    Raises:
+        ValueError: If options or images are bad, and nothing was trained; or if the training diverges.
+        OSError: If the output cannot be written. The same call goes on from the last checkpoint.
+    """
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args([])
+    unknown = ', '.join(sorted(options.keys() - vars(args).keys()))
+    if unknown:
+        raise ValueError(f'{unknown}: not an option. Choose from {", ".join(sorted(vars(args)))}.')
+    vars(args).update(options, data_dir=data_dir)
+    if isinstance(args.compare, str):  # a single name
+        args.compare = [args.compare]
+    return run(args, rewrite)
+
+
+def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
+    """Do what `train_two_phases` does, for the options of the command."""
+    from .report import paired_interval, save_models, write_report  # fails before the training if matplotlib is missing
+
+    def to_phase2(model: nn.Module) -> nn.Module:
+        random_seed(args.seed)
+        if rewrite is None:
+            peak = None if args.architecture else PEAK
+            return convert_model(model, args.architecture, **{'peak': peak, **args.phase2_kwargs})
+        return rewrite(copy.deepcopy(model))
+
+    try:
+        images, chosen, model, rivals, trainer = _prepare(args, to_phase2)
+    except (AssertionError, RuntimeError) as e:  # of timm's and torch's checks
+        raise ValueError(one_line(e)) from e
+    say = print if args.rank == 0 else (lambda *_, **__: None)
+    say(*chosen, sep='\n')
+    switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
+    epochs1, epochs2 = range(switch), range(switch, args.epochs)
+    schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
+    trained = trainer.fit('phase1', model, epochs1, schedules[0])
+    outcome = Outcome(trainer.judge('phase 1', trained.judged, trained.history))
+    if epochs2 or isinstance(model, CmhsaConv):
+        converted = outcome.converted = trainer.judge('converted', to_phase2(trained.judged))
+        say(f'top-1 before the rewrite {outcome.phase1.top1():.2f} %, after it {converted.top1():.2f} %')
+        if epochs2:
+            trained = trainer.fit('phase2', to_phase2(trained.model), epochs2, schedules[1], trained, converted.model)
+            outcome.phase2 = trainer.judge('phase 2', trained.judged, trained.history)
+    final, sizes = outcome.final, {split: len(samples) for split, samples in images.splits.items()}
+    if args.rank == 0:
+        save_models(outcome.saved, args.output, args.model_kwargs, images.class_names, sizes)
+    outcome.rivals = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
+    results: Dict[str, Any] = dict(
+        phase1_top1=outcome.phase1.top1(), converted_top1=outcome.converted and outcome.converted.top1(),
+        top1=final.top1(), seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
+        compare={each.title: each.top1() for each in outcome.rivals},
+        lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in outcome.rivals}
+              for split in final.predicted},
+        **{f'num_{split}': size for split, size in sizes.items()},
+        **({'test': {each.title: each.top1('test') for each in outcome}} if 'test' in sizes else {}),
+        curves={each.title: each.history for each in outcome if each.history}, chosen=chosen, options=fingerprint(args))
+    if args.rank == 0:
+        write_report(args.output, results, images.class_names, final, outcome.drawn, trainer.images())
+        say((args.output / 'results.md').read_text(encoding='utf-8'))
+    return results
+
+
+def _prepare(
+        args: argparse.Namespace,
+        to_phase2: Rewrite,
+) -> Tuple[Images, List[str], nn.Module, Dict[str, nn.Module], Trainer]:
+    """Find the images, choose what was left out, and make all that can fail before the training."""
+    source = args.dataset or (Path(args.data_dir).resolve().name if args.data_dir else 'digits')
+    args.output = Path(args.output or Path('output', source.replace('/', '_')))
+    init_distributed_device(args)
+    check_options(args)
+    images = open_images(args)
+    chosen = [*images.notes, *choose_options(args, images, options_before(args.output))]
+    common = dict(img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names))
+    model = create_model(args.model, **common, **args.model_kwargs)
+    rivals = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
+              for name in args.compare}
+    if args.switch < 1 or isinstance(model, CmhsaConv):
+        try:
+            to_phase2(model)
+        except TypeError as e:
+            raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
+    create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
+    trainer = Trainer(args, make_loaders(images, args, data_config(model)))
+    if args.start:
+        if isinstance(model, Cmhsa):
+            raise ValueError(f'--start {args.start} is for a ViT of timm: add --model vit_tiny_patch16_224 --switch 1.')
+        start_as_convolution(model, trainer.images(), seed=args.seed)
+    for rival in rivals.values():  # one may need larger images
+        with torch.inference_mode():
+            rival.to(args.device).eval()(trainer.images()[:2])
+    note_options(args)
+    return images, chosen, model, rivals, trainer
+
+
+def create_model(name: str, img_size: int, seed: int, **kwargs: Any) -> nn.Module:
+    """Create a model of timm for images of this size, normalized alike for all, with weights by the seed alone."""
+    random_seed(seed)
+    kwargs['pretrained_cfg_overlay'] = dict(
+        crop_pct=1., input_size=(kwargs.get('in_chans', 3), img_size, img_size), mean=IMAGENET_DEFAULT_MEAN,
+        std=IMAGENET_DEFAULT_STD)
+    try:
+        return timm.create_model(name, **{'img_size': img_size, **kwargs})
+    except TypeError:  # convolutional networks take any size
+        return timm.create_model(name, **kwargs)
+
+
+def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Judged:
+    """Train another model for as many seconds, on the same images and by the same schedule."""
+    lr = trainer.args.compare_lr
+    title = f'{name}-{lr:g}'  # at another rate it is another training
+    timed = trainer.fit(f'{title}-timing', copy.deepcopy(model), range(4), range(4), lr=lr).history
+    # without the first epoch, which may compile
+    seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(timed))
+    epochs = range(max(round(duration / seconds), 1))
+    trained = trainer.fit(title, model, epochs, epochs, lr=lr)
+    return trainer.judge(name, trained.judged, trained.history)
