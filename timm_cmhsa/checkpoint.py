@@ -1,21 +1,17 @@
 """Checkpoints: tensors, and which model they are of, in a file, a folder, or on the Hugging Face Hub.
 
 No code of a file is run: tensors are read by safetensors or `torch.load(weights_only=True)`, and only the model
-arguments below, within their bounds, reach timm. A model is written whole or not at all, and nothing is replaced
-unasked.
+arguments below, within their bounds, reach timm.
 """
 import argparse
-import contextlib
 import json
 import logging
 import math
 import os
 import reprlib
-import secrets
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Tuple, Union
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import safetensors
 import safetensors.torch
@@ -29,17 +25,15 @@ from torch import nn
 
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
+from .files import PICKLE_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
 from .infer import infer_model, num_classes
 from .models import Cmhsa, registered_variant
 
 _logger = logging.getLogger(__name__)
 
-PathLike = Union[str, Path]
-
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
-PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
 LABEL_KEYS = ('label_names', 'label_descriptions')
 USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
 MAX_WORD = 100  # letters
@@ -333,22 +327,6 @@ def check_tensors(state_dict: Mapping[str, torch.Tensor], source: str) -> None:
             raise CheckpointError(f'{source}: {name} holds NaN or Inf, as the training diverged: take an earlier one.')
 
 
-def read_json(path: Path) -> Dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding='utf-8'))
-    except (OSError, ValueError, RecursionError) as e:
-        raise CheckpointError(
-            f'{path} cannot be read: {one_line(e)} Give a checkpoint file, or a folder with config.json, such as '
-            'OUT/model of a training.') from e
-    if not isinstance(content, dict):
-        raise CheckpointError(f'{path} is not a model configuration.')
-    return content
-
-
-def local_path(source: PathLike) -> Path:
-    return Path(str(source).removeprefix('local-dir:'))
-
-
 def _download(source: str) -> Path:
     """Download a model, `hf-hub:USER/NAME[@REVISION]`, into huggingface_hub's cache; return its folder."""
     repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
@@ -358,71 +336,3 @@ def _download(source: str) -> Path:
             library_name='timm_cmhsa'))
     except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
         raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e
-
-
-def is_ours(name: str) -> bool:
-    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.')
-
-
-def check_destination(dst: PathLike, force: bool) -> Path:
-    """Return the destination, or refuse one where something would be lost.
-
-    Raises:
-        CheckpointError: If it exists and `force` is not set, or it is not a model of this package.
-    """
-    dst = Path(os.path.realpath(dst))
-    is_file = dst.suffix == '.safetensors' or dst.suffix in PICKLE_SUFFIXES
-    if not os.path.isdir(dst.parent):
-        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
-    if not os.path.lexists(dst) or (dst.is_dir() and not is_file and not any(dst.iterdir())):
-        return dst
-    if not (dst.is_file() if is_file else _holds_our_model(dst)):
-        raise CheckpointError(f'{dst} already exists and is not a model of timm_cmhsa: choose another destination.')
-    if not force:
-        raise CheckpointError(
-            f'{dst} already exists: choose another destination, or replace it with force=True (--force).')
-    return dst
-
-
-def _holds_our_model(folder: Path) -> bool:
-    try:
-        name = read_json(folder / 'config.json').get('architecture')
-    except CheckpointError:
-        return False
-    return isinstance(name, str) and is_ours(name)
-
-
-@contextlib.contextmanager
-def replacing(dst: Path, force: bool) -> Iterator[Path]:
-    """Give a temporary path beside a destination. What is written there takes its place when the block ends.
-
-    What appeared at the destination meanwhile stays, and an error is raised.
-    """
-    token = secrets.token_hex(4)
-    new, old = (dst.with_name(f'.timm_cmhsa-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
-    try:
-        new.touch()
-        mode = new.stat().st_mode  # by the user's umask, which safetensors does not heed
-        new.unlink()
-        yield new
-        for path in new.iterdir() if new.is_dir() else [new]:
-            path.chmod(mode)
-        check_destination(dst, force)
-        if force and dst.is_dir():
-            try:
-                dst.rename(old)
-                new.rename(dst)
-            except BaseException:
-                if not os.path.lexists(dst):
-                    old.rename(dst)
-                raise
-            shutil.rmtree(old)
-        elif new.is_dir():
-            new.rename(dst)  # The system refuses to replace anything but an empty folder.
-        else:
-            new.replace(dst)
-    except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
-        kept = f' The old model is at {old}.' if old.is_dir() else ''
-        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
-    finally:
-        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)

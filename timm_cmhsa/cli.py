@@ -9,9 +9,10 @@ from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 
 from timm.utils import ParseKwargs
 
-from .checkpoint import PICKLE_SUFFIXES, load_model
+from .checkpoint import load_model
 from .conversion import MAX_ERROR, VerificationError, convert_checkpoint
 from .errors import HubError, one_line
+from .files import PICKLE_SUFFIXES
 from .hub import check_repo_id, push_to_hub
 from .version import __version__
 

@@ -5,10 +5,11 @@ from typing import Any, Dict, Mapping, Optional
 
 import torch
 
-from .checkpoint import Checkpoint, PathLike, Spec, check_destination, local_path, named_tensors
+from .checkpoint import Checkpoint, Spec, named_tensors
 from .construction import HeadOptions
 from .convert import ConversionReport, convert_with, verify
 from .errors import CheckpointError
+from .files import PathLike, check_destination, local_path
 from .images import read_folder
 from .models import CmhsaConv
 from .rel_pos import precise_dtype

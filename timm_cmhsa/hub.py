@@ -13,8 +13,9 @@ from timm.models._hub import generate_readme
 from timm.utils import unwrap_model
 from torch import nn
 
-from .checkpoint import LABEL_KEYS, PICKLE_SUFFIXES, Checkpoint, PathLike, check_tensors
+from .checkpoint import LABEL_KEYS, Checkpoint, check_tensors
 from .errors import CheckpointError, HubError, one_line
+from .files import PICKLE_SUFFIXES, PathLike
 from .images import data_config
 from .models import Cmhsa
 from .version import __version__

@@ -13,8 +13,8 @@ from torch import nn
 from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import Compose
 
-from .checkpoint import PathLike
 from .errors import CheckpointError, one_line
+from .files import PathLike
 
 _logger = logging.getLogger(__name__)
 

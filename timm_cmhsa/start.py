@@ -16,7 +16,7 @@ from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
 
 from .analysis import eval_mode
-from .checkpoint import PathLike
+from .files import PathLike
 from .images import choose_images, data_config, evenly_spaced
 
 Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches

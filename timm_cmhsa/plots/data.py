@@ -17,7 +17,8 @@ from ..analysis import (
     head_statistics,
     layer_grid_size,
 )
-from ..checkpoint import PathLike, load_model
+from ..checkpoint import load_model
+from ..files import PathLike
 from ..images import data_config
 
 BATCH_WEIGHTS = 2 ** 26  # attention weights of all layers at once: 256 MB in float32

@@ -6,8 +6,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import nn
 
-from ..checkpoint import PathLike
 from ..errors import one_line
+from ..files import PathLike
 from ..images import choose_images, evenly_spaced, to_pixels
 from .data import (
     PlotError,

@@ -12,8 +12,8 @@ from sklearn.metrics import ConfusionMatrixDisplay
 from timm.models import save_for_hf
 from torch import nn
 
-from ..checkpoint import replacing
 from ..errors import CheckpointError, one_line
+from ..files import replacing
 from ..hub import save_for_hub
 from ..images import data_config
 from ..models import Cmhsa

@@ -14,9 +14,9 @@ from timm.optim import create_optimizer_v2
 from timm.utils import init_distributed_device, random_seed
 from torch import nn
 
-from ..checkpoint import PathLike
 from ..convert import convert_model
 from ..errors import one_line
+from ..files import PathLike
 from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution

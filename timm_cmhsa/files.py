@@ -1,0 +1,101 @@
+"""Files of models: a model is written whole or not at all, and nothing is replaced unasked."""
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from pathlib import Path
+from typing import Any, Dict, Iterator, Union
+
+import safetensors
+import timm
+
+from .errors import CheckpointError, one_line
+
+PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+
+PathLike = Union[str, Path]
+
+
+def read_json(path: Path) -> Dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding='utf-8'))
+    except (OSError, ValueError, RecursionError) as e:
+        raise CheckpointError(
+            f'{path} cannot be read: {one_line(e)} Give a checkpoint file, or a folder with config.json, such as '
+            'OUT/model of a training.') from e
+    if not isinstance(content, dict):
+        raise CheckpointError(f'{path} is not a model configuration.')
+    return content
+
+
+def local_path(source: PathLike) -> Path:
+    return Path(str(source).removeprefix('local-dir:'))
+
+
+def is_ours(name: str) -> bool:
+    return timm.is_model(name) and timm.model_entrypoint(name).__module__.startswith('timm_cmhsa.')
+
+
+def check_destination(dst: PathLike, force: bool) -> Path:
+    """Return the destination, or refuse one where something would be lost.
+
+    Raises:
+        CheckpointError: If it exists and `force` is not set, or it is not a model of this package.
+    """
+    dst = Path(os.path.realpath(dst))
+    is_file = dst.suffix == '.safetensors' or dst.suffix in PICKLE_SUFFIXES
+    if not os.path.isdir(dst.parent):
+        raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
+    if not os.path.lexists(dst) or (dst.is_dir() and not is_file and not any(dst.iterdir())):
+        return dst
+    if not (dst.is_file() if is_file else _holds_our_model(dst)):
+        raise CheckpointError(f'{dst} already exists and is not a model of timm_cmhsa: choose another destination.')
+    if not force:
+        raise CheckpointError(
+            f'{dst} already exists: choose another destination, or replace it with force=True (--force).')
+    return dst
+
+
+def _holds_our_model(folder: Path) -> bool:
+    try:
+        name = read_json(folder / 'config.json').get('architecture')
+    except CheckpointError:
+        return False
+    return isinstance(name, str) and is_ours(name)
+
+
+@contextlib.contextmanager
+def replacing(dst: Path, force: bool) -> Iterator[Path]:
+    """Give a temporary path beside a destination. What is written there takes its place when the block ends.
+
+    What appeared at the destination meanwhile stays, and an error is raised.
+    """
+    token = secrets.token_hex(4)
+    new, old = (dst.with_name(f'.timm_cmhsa-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
+    try:
+        new.touch()
+        mode = new.stat().st_mode  # by the user's umask, which safetensors does not heed
+        new.unlink()
+        yield new
+        for path in new.iterdir() if new.is_dir() else [new]:
+            path.chmod(mode)
+        check_destination(dst, force)
+        if force and dst.is_dir():
+            try:
+                dst.rename(old)
+                new.rename(dst)
+            except BaseException:
+                if not os.path.lexists(dst):
+                    old.rename(dst)
+                raise
+            shutil.rmtree(old)
+        elif new.is_dir():
+            new.rename(dst)  # The system refuses to replace anything but an empty folder.
+        else:
+            new.replace(dst)
+    except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
+        kept = f' The old model is at {old}.' if old.is_dir() else ''
+        raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
+    finally:
+        shutil.rmtree(new) if new.is_dir() else new.unlink(missing_ok=True)
