@@ -2,7 +2,7 @@
 
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
 CIFAR-10. `timm_cmhsa.train` trains every model on 3,000 of the images, for about as long, and validates on 1,000 other
-training images, which are drawn. The table is of the test images, DIR/validation. A seed takes about 50 minutes on one
+training images. Those are drawn; the table has the images of DIR/validation, too. A seed takes about 50 minutes on one
 core; what was stopped goes on where it stopped. Time is that of the fastest epoch of each phase times their number,
 which other work on the machine disturbs least.
 """
@@ -45,7 +45,7 @@ def main() -> None:
         for title, options in ROWS.items():
             output = args.output / f'{title.replace(" ", "_")}-{seed}'
             results[title].append(train_two_phases(images, output=output, seed=seed, **options))
-    draw(results, args.output / 'two_phases.png')
+    draw(results, args.output / 'rewrite.png')
     table = markdown(results)
     write_whole(args.output / 'results.md', table)
     print(table)
@@ -66,14 +66,14 @@ def curve(results: Dict[str, Any]) -> List[Tuple[float, float]]:
 def seconds_of_epoch(history: List[Dict[str, float]]) -> float:
     """Return the time of the fastest epoch."""
     return min(((after['seconds'] - before['seconds']) / (after['epoch'] - before['epoch'])
-                for before, after in pairwise(history)), default=0.)
+                for before, after in pairwise(history)))
 
 
 def draw(results: Dict[str, List[Dict[str, Any]]], path: Path) -> None:
     figure, (axis,) = make_figure((7, 4))
     for title, seeds in results.items():
         curves = [curve(each) for each in seeds]
-        times = [mean(minutes for minutes, _ in points) for points in zip(*curves)]
+        times = [mean(minutes for minutes, _ in points) for points in zip(*curves, strict=True)]
         plot_mean_and_range(axis, times, [[top1 for _, top1 in points] for points in curves], label=title)
         if title == 'both phases':
             index = len(seeds[0]['curves']['phase 1']) - 1
@@ -89,8 +89,8 @@ def markdown(results: Dict[str, List[Dict[str, Any]]]) -> str:
     rows = [[
         title, f'{seeds[0]["parameters"] / 1e6:.2f} M', str(ROWS[title]['epochs']),
         f'{mean(curve(each)[-1][0] for each in seeds):.0f} min', spread([each['top1'] for each in seeds]),
-        spread([next(iter(each['test'].values())) if 'phase 2' not in each['test'] else each['test']['phase 2']
-                for each in seeds])] for title, seeds in results.items()]
+        spread([each['test'].get('phase 2', each['test']['phase 1']) for each in seeds])]
+        for title, seeds in results.items()]
     head = ['', 'parameters', 'epochs', 'time', 'held-out images', 'test images']
     return markdown_table(head, rows) + seeds_note(len(next(iter(results.values()))))
 

@@ -43,6 +43,7 @@ def test_same_as_the_script_by_itself(folder, arguments):
     (['missing.py'], 2, "can't open file"),  # 2 is Python's
     (['train', '--data-dir', 'DIR'], 2, 'Did you mean this package\'s trainer, `python -m timm_cmhsa.train`?'),
     (['train', '--data-dir', 'DIR'], 2, '`python -m timm_cmhsa PATH/TO/train.py`'),
+    (['validate'], 2, "Did you mean timm's script?"),
     (['train.py'], 2, "Did you mean timm's script? Give its path in a clone"),
     (['train.py'], 2, 'trainer is `python -m timm_cmhsa.train`')])
 def test_usage(folder, monkeypatch, capsys, arguments, code, said):

@@ -15,7 +15,7 @@ from timm.utils import AttentionExtract
 from torch import nn
 
 import timm_cmhsa
-from timm_cmhsa import CmhsaAttn, CmhsaConv, patchify
+from timm_cmhsa import CheckpointError, CmhsaAttn, CmhsaConv, patchify
 from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.construction import plan_heads
 
@@ -60,10 +60,15 @@ def test_registered_models():
 def test_weights_of_the_other_phase_are_named(name, other, remedy, tmp_path):
     file = str(tmp_path / 'last.pth.tar')
     torch.save(dict(state_dict=timm.create_model(other, in_chans=1).state_dict()), file)
-    for options in (dict(checkpoint_path=file), dict(pretrained=True, pretrained_cfg_overlay=dict(file=file))):
+    overlay = dict(pretrained=True, pretrained_cfg_overlay=dict(file=file))
+    for options in (dict(checkpoint_path=file), overlay, dict(overlay, num_classes=3)):  # the last is not strict
         with pytest.raises(ValueError, match=remedy) as error:
             timm.create_model(name, **options)
         assert 'Missing key' not in str(error.value)
+    with pytest.raises(CheckpointError, match='convert_checkpoint'):
+        timm_cmhsa.load_model(file, architecture=name)
+    with pytest.raises(RuntimeError, match='Missing key'):
+        timm.create_model(name).load_state_dict(timm.create_model('test_vit').state_dict())
     incompatible = timm.create_model(name).load_state_dict(torch.load(file)['state_dict'], strict=False)
     assert incompatible.unexpected_keys
 

@@ -601,6 +601,7 @@ def test_bad_input_is_refused_before_any_training(spoil, options, message, photo
 @pytest.mark.parametrize(('options', 'message'), [
     (['--data-dir', 'nowhere'], 'nowhere is not a folder'),
     (['--epochs', 'many'], "invalid int value: 'many'"),
+    (['--num-classes', '3'], 'the classes are the folders of --data-dir'),
     (['--model-ema'], 'unrecognized arguments: --model-ema; averaged weights are --ema DECAY here'),
     (['--output', os.devnull], f'error: {os.devnull}'),
 ])

@@ -9,6 +9,8 @@ import sys
 
 import timm_cmhsa  # noqa: F401  registers the models
 
+TIMM_SCRIPTS = 'train', 'validate', 'inference', 'benchmark', 'onnx_export'
+
 
 def main() -> None:
     """Do what `python SCRIPT ARGUMENTS` does: the same `sys.argv`, `sys.path`, output and exit status.
@@ -34,7 +36,7 @@ def _meant(script: str) -> str:
     if script == 'train':
         return (". Did you mean this package's trainer, `python -m timm_cmhsa.train`? timm's is called by "
                 f'`python -m timm_cmhsa PATH/TO/train.py`, from {clone}')
-    if script.endswith('.py'):
+    if script.removesuffix('.py') in TIMM_SCRIPTS:
         ours = "; this package's trainer is `python -m timm_cmhsa.train`" if script == 'train.py' else ''
         return f". Did you mean timm's script? Give its path in {clone}{ours}"
     return ''

@@ -108,7 +108,7 @@ class Checkpoint:
         keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
         key = next((key for key in keys if content.get(key) is not None), None)
         if key in EMA_KEYS:
-            spec.notes.append(f'averaged (EMA) weights, {key}: validate.py needs --use-ema for the same')
+            spec.notes.append(f'averaged (EMA) weights, {key}, which validate.py reads from this file with --use-ema')
         return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
 
     @classmethod
@@ -182,6 +182,9 @@ class Checkpoint:
             kind, inferred, assumed = infer_model(self.tensors, args.get('padding', 1))
         except ValueError as e:
             raise CheckpointError(f'{self.source} {e}') from e
+        if name is not None and ('attn' in name) != ('attn' in kind):
+            raise CheckpointError(
+                f'{self.source} is like {kind}, and not of {name}: `convert_checkpoint` makes phase 2 of phase 1.')
         assumed = [key for key in assumed if key not in args]
         args = {**checked_args(inferred, self.source), **args}
         if name is not None:

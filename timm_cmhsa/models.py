@@ -319,7 +319,7 @@ def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:
         raise ValueError(
             'These are weights of phase 1 (cmhsa_*conv*), and the model is of phase 2: rewrite them by '
             '`convert_checkpoint CHECKPOINT FOLDER`, and take local-dir:FOLDER as the model, with pretrained=True.')
-    if isinstance(model, CmhsaConv) and 'blocks.0.attn.qkv.weight' in state_dict:
+    if isinstance(model, CmhsaConv) and 'blocks.0.attn.rel_pos.zero_key_bias' in state_dict:
         raise ValueError(
             'These are weights of phase 2 (cmhsa_*attn*), and the model is of phase 1: load them into the model that '
             'they are of, or by timm_cmhsa.load_model.')
