@@ -537,6 +537,11 @@ def one_class(root):
             shutil.rmtree(root / split / name)
 
 
+def no_class(root):
+    shutil.rmtree(root)
+    write_image(root / '0.png')
+
+
 def one_image(root):
     shutil.rmtree(root)
     write_image(root / 'cat' / '0.png')
@@ -562,6 +567,7 @@ def missing(root):
     (other_classes, {}, 'eagle, owl: in one of'),
     (one_class, {}, 'has one class, cat'),
     (one_image, {}, 'has one class, cat'),
+    (no_class, {}, 'has no class: expected two folders of images or more'),
     (nested, {}, 'is a folder in a folder'),
     (all_broken, {}, 'left out 4 of 12 images'),
     (all_broken, {}, 'dog needs an image to train on, and one to validate on'),

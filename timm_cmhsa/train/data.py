@@ -172,13 +172,11 @@ def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
     files = [find_images(root / name) for name in names]
     empty = ', '.join(name for name, paths in zip(names, files) if not paths)
     if empty:
-        raise ValueError(
-            f'{root}: Found no valid file for the classes {empty}. Supported extensions are: '
-            f'{", ".join(IMG_EXTENSIONS)}.')
+        formats = ', '.join(IMG_EXTENSIONS)
+        raise ValueError(f'{root}: Found no valid file for the classes {empty}. Supported extensions are: {formats}.')
     if len(names) < 2:
-        raise ValueError(
-            f'{root} has {", ".join(["one class", *names]) if names else "no class"}: expected two folders of images '
-            'or more.')
+        found = f'one class, {names[0]}' if names else 'no class'
+        raise ValueError(f'{root} has {found}: expected two folders of images or more.')
     samples = [(path, i) for i, paths in enumerate(files) for path in paths]
     for path, _ in samples:
         if path.parent.parent != root:

@@ -77,7 +77,8 @@ def train_two_phases(
         end, in percent on the validation images, and more.
 
     Raises:
-        ValueError: If options or images are bad, and nothing was trained; or if the training diverges.
+        ValueError: If options or images are bad, and nothing was trained; or if the training diverges, or does not fit
+            into memory.
         OSError: If the output cannot be written. The same call goes on from the last checkpoint.
     """
     parser = argparse.ArgumentParser()
@@ -131,8 +132,9 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in outcome.rivals}
               for split in final.predicted},
         **{f'num_{split}': size for split, size in sizes.items()},
-        **({'test': {each.title: each.top1('test') for each in outcome}} if 'test' in sizes else {}),
         curves={each.title: each.history for each in outcome if each.history}, chosen=chosen, options=fingerprint(args))
+    if 'test' in sizes:
+        results['test'] = {each.title: each.top1('test') for each in outcome}
     if args.rank == 0:
         write_report(args.output, results, images.class_names, final, outcome.drawn, trainer.images())
         say((args.output / 'results.md').read_text(encoding='utf-8'))
