@@ -12,9 +12,9 @@ from typing import Dict
 import timm
 import torch
 from common.options import make_parser, positive_int
-from common.report import markdown_table, seeds_note, write_whole
-from common.rows import ROWS, table_cells
+from common.report import markdown_table, seeds_note, show
 from recipes import TOTAL_BATCH, Machine, train_rows
+from table1 import ROWS, table_cells
 from torch import nn
 
 
@@ -25,11 +25,9 @@ def main() -> None:
         {row.title: row.recipes for row in ROWS}, machine, args.seeds, args.epochs_per_phase, args.search_rates)
     models: Dict[str, nn.Module] = {
         model: timm.create_model(model, num_classes=100) for row in ROWS for model, _ in row.phases}
-    shown = {title: ', '.join(f'{x:g}' for x in rate) for title, rate in rates.items()}
+    shown = [', '.join(f'{rate:g}' for rate in rates[row.title]) for row in ROWS]
     head, *rows = table_cells({'CIFAR-100': results}, shown, models)
-    table = markdown_table(head, rows) + seeds_note(args.seeds)
-    write_whole(args.output / 'table1.md', table)
-    print(table)
+    show(markdown_table(head, rows) + seeds_note(args.seeds), args.output / 'table1.md')
 
 
 def parse_args() -> argparse.Namespace:

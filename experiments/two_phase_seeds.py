@@ -6,7 +6,7 @@ each run. What was stopped goes on where it stopped.
 from typing import Any, Dict, List
 
 from common.options import make_parser
-from common.report import markdown_table, seeds_note, spread, write_whole
+from common.report import markdown_table, seeds_note, show, spread
 
 from timm_cmhsa.train import train_two_phases
 
@@ -22,9 +22,7 @@ def main() -> None:
     args = make_parser(__doc__, 'two_phase_seeds', seeds=3).parse_args()
     results = {title: [train_two_phases(output=args.output / f'{title.replace(" ", "_")}{seed}', seed=seed, **options)
                        for seed in range(args.seeds)] for title, options in ROWS.items()}
-    table = markdown(results)
-    write_whole(args.output / 'results.md', table)
-    print(table)
+    show(markdown(results), args.output / 'results.md')
 
 
 def markdown(results: Dict[str, List[Dict[str, Any]]]) -> str:

@@ -82,14 +82,6 @@ def test_profile(run):
     assert any('conv' in name for name in shares)
 
 
-@pytest.mark.slow
-def test_construction(run_here, capsys):
-    run_here('construction.py', '--repeats', '1')
-    rows = {row[0].strip(): row[1:] for row in (
-        line.strip('|').split('|') for line in capsys.readouterr().out.splitlines() if line.startswith('| '))}
-    assert all(rows[f'{kernel} x {kernel}'][3].endswith(' times the result ') for kernel in (3, 5))
-
-
 def run_gpu(folder, *arguments):
     command = [sys.executable, '-W', 'ignore', ROOT / 'benchmarks' / 'gpu.py', folder, *arguments]
     return subprocess.run(command, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, capture_output=True, text=True)
