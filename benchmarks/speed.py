@@ -3,7 +3,7 @@
 A training step (forward, backward, AdamW) and an inference batch of every model and form, in rounds, so that a drift of
 the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round (stopped, it goes on from there), and
 the tables of all that is in that folder into benchmarks/RESULTS.md. Linux only: a CPU's peak memory is what the
-operating system says. `--profile MODEL` shows the operators of a training step.
+operating system says.
 """
 import argparse
 import gc
@@ -24,7 +24,6 @@ import timm
 import torch
 from timm.utils import reparameterize_model
 from torch import nn
-from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.collect_env import get_nvidia_driver_version, run as run_command
 from torch.utils.flop_counter import FlopCounterMode
@@ -77,13 +76,9 @@ def main() -> None:
         title, phase = args.measure
         print(json.dumps(measure(title, phase, args)))
         return
-    if args.profile:
-        for title in args.profile:
-            print(f'{title}:\n{profile(title, args)}', flush=True)
-        return
     path = args.folder / f'{setting(args)}.json'
-    results = json.loads(path.read_text()) if path.exists() else {'about': about(command(args), args), 'measured': {}}
-    if results['about'] != about(command(args), args):
+    results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
+    if results['about'] != about(args):
         raise SystemExit(f'{path} is of another machine, other versions or other options: move it away first.')
     failed = []
     for number in range(args.rounds):
@@ -93,7 +88,7 @@ def main() -> None:
                 if len(measured) > number:
                     continue
                 try:
-                    measured.append(measure_apart(measure, model, phase, args=args))
+                    measured.append(measure_apart(model, phase, args))
                 except Exception:
                     traceback.print_exc()
                     failed.append(f'{phase} of {model}')
@@ -120,7 +115,6 @@ def parse_args() -> argparse.Namespace:
     add('--compile', action='store_true', help='torch.compile')
     add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {NAMES}')
     add('--folder', type=Path, default=FOLDER, help='of the JSON; any other one leaves RESULTS.md as it is')
-    add('--profile', choices=MODELS, nargs='+', metavar='MODEL', help='show the operators of a training step instead')
     add('--measure', nargs=2, metavar=('MODEL', 'PHASE'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     cpu = args.device == 'cpu'
@@ -138,36 +132,30 @@ def setting(args: argparse.Namespace) -> str:
     return f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
 
 
-def command(args: argparse.Namespace) -> str:
-    options = f'--device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
-    return f"python benchmarks/speed.py {options}{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}"
-
-
-def about(command: str, args: argparse.Namespace) -> Dict[str, Any]:
+def about(args: argparse.Namespace) -> Dict[str, Any]:
     """Return what the figures hold for."""
+    options = f'--device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
+    options += f"{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}"
     git = ['git', 'log', '-1', '--format=%h', '--', str(HERE.parent / 'timm_cmhsa')]
     commit = subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip() if shutil.which('git') else ''
+    hardware = f'{processor()}, {torch.get_num_threads()} threads' if args.device == 'cpu' else (
+        f'{torch.cuda.get_device_name(args.device)}, driver {get_nvidia_driver_version(run_command)}, '
+        f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
     return dict(
-        command=command, commit=commit, hardware=hardware(args.device), python=platform.python_version(),
-        torch=str(torch.__version__), timm=timm.__version__, timm_cmhsa=timm_cmhsa.__version__)
+        command=f'python benchmarks/speed.py {options}', commit=commit, hardware=hardware,
+        python=platform.python_version(), torch=str(torch.__version__), timm=timm.__version__,
+        timm_cmhsa=timm_cmhsa.__version__)
 
 
-def hardware(device: str) -> str:
-    if device != 'cpu':
-        return (f'{torch.cuda.get_device_name(device)}, driver {get_nvidia_driver_version(run_command)}, '
-                f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
-    return f'{processor()}, {torch.get_num_threads()} threads'
-
-
-def measure_apart(measure: Callable[..., Dict[str, Any]], *what: str, args: argparse.Namespace) -> Dict[str, Any]:
-    """Measure so that nothing is left of other measurements: on a CPU in a new process of the running script.
+def measure_apart(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Measure so that nothing is left of other measurements: on a CPU in a new process.
 
     A GPU's allocator tells peaks apart, and there, starting a process would take longer than to measure.
     """
     if args.device != 'cpu':
         torch.compiler.reset()
-        return measure(*what, args)
-    command = [sys.executable, *sys.argv, '--measure', *what]
+        return measure(title, phase, args)
+    command = [sys.executable, *sys.argv, '--measure', title, phase]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -200,19 +188,6 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
 def create_for(title: str, phase: str) -> nn.Module:
     model = MODELS[title]()
     return model.train() if phase == 'training' else reparameterize_model(model.eval(), inplace=True)
-
-
-def profile(title: str, args: argparse.Namespace) -> str:
-    """Return the share of every operator in the time of a training step, the largest first."""
-    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
-    step = training_step(MODELS[title]().to(args.device).train(), images, args.amp)
-    step()
-    with torch.profiler.profile() as profiler:
-        step()
-    times = {event.key: event.self_device_time_total if images.is_cuda else event.self_cpu_time_total
-             for event in profiler.key_averages() if event.device_type == DeviceType.CPU}  # with their kernels
-    shares = sorted(((value / sum(times.values()), name) for name, value in times.items()), reverse=True)
-    return '\n'.join(f'{share:6.1%}  {name}' for share, name in shares[:15])
 
 
 def reset_peak(device: str) -> int:

@@ -6,7 +6,7 @@ tested on all of validation/. Every row has its own best learning rate of a few,
 Training is in bfloat16 (AMP) where the processor or GPU has it, evaluation in float32. Queries and keys are as wide as
 values, as in the paper.
 
-A run takes 10 to 60 minutes on one core, all of them about 25 hours. The output folder gets the table and the picture
+A run takes 10 to 60 minutes on one core, all of them at most 35 hours. The output folder gets the table and the picture
 of all results, and each run's folder a picture of its attention before and after phase 2. `--results
 benchmarks/natural_images.jsonl` has those of docs/results.md, which an earlier trainer made (seconds are those of the
 processor, images were shifted with the mean colour): give another file for new runs.

@@ -1,9 +1,9 @@
 """Table 1 of the paper, all eight rows, scaled down to the digits: python experiments/table1.py
 
-Every row is trained on 100, 300 and 900 images with 5 seeds: an hour on 2 cores. All rows see as many images in
-training, two-phase rows half of them in each phase. A row's learning rate is its own best of 5e-4 to 4e-3, by the
-validation images of two more seeds; of two-phase rows that is phase 2's, and phase 1 has the rate of the row of the
-first phase alone. (table1_cifar100.py is the same table at the paper's scale.)
+Every row is trained on 100, 300 and 900 images with 5 seeds, in at most an hour and a half on 2 cores. All rows see as
+many images in training, two-phase rows half of them in each phase. A row's learning rate is its own best of 5e-4 to
+4e-3, by the validation images of two more seeds; of two-phase rows that is phase 2's, and phase 1 has the rate of the
+row of the first phase alone. (table1_cifar100.py is the same table at the paper's scale.)
 
 The output folder gets the table and the plot.
 """

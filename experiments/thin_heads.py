@@ -2,7 +2,7 @@
 
 The task is digits at a random place on a canvas, 400 training images, kernels 3 and 5, 5 seeds.
 Every choice of heads starts from the same phase-1 models, converted exactly, and has its own best learning rate of
-1e-3, 2e-3 and 4e-3 by the validation images of one more seed; the test images choose nothing. About 30 minutes on 2
+1e-3, 2e-3 and 4e-3 by the validation images of one more seed; the test images choose nothing. At most 45 minutes on 2
 cores. The output folder gets the table and the plot.
 """
 from functools import partial
