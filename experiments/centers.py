@@ -37,7 +37,7 @@ def gaussians(model: nn.Module) -> Dict[str, Gaussians]:
 def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Centres of the heads') -> Figure:
     """Draw the centres of all heads with their 50 % and 90 % contours, relative to the query: a panel per layer.
 
-    Figures 3 and 4 of arXiv 1911.03584. Heads with a centre beyond the reach of the grid are named, but not shown.
+    Figures 3 and 4 of arXiv 1911.03584. Centres beyond the reach of the grid are not shown.
 
     Args:
         history: Gaussians of a model (see `gaussians`), at one checkpoint or at several in the order of training. Lines
@@ -59,8 +59,7 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
         axis.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect='equal')
         axis.grid(alpha=0.2)
         axis.tick_params(labelsize=7)
-        beyond = [str(head + 1) for head, center in enumerate(layer.center) if center.abs().max() > reach]
-        axis.set_title(f'{name}\n(beyond: {", ".join(beyond)})' if beyond else name, fontsize=8)
+        axis.set_title(name, fontsize=8)
         axis.add_patch(Rectangle((-0.5, -0.5), 1, 1, fill=False, edgecolor='black', linewidth=2, zorder=2))
         for head, color in zip(range(len(layer.center)), colors):
             _draw_head(axis, [layers[name] for layers in history], head, color)

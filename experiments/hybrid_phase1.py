@@ -23,9 +23,9 @@ import resnet18_cifar  # noqa: F401  registers the model
 
 
 def register(build: Any) -> Any:
-    """Register a function that builds a model for 10 classes and 32 x 32 pixels with timm."""
-    def create(pretrained_cfg_overlay: Any = None, **kwargs: Any) -> nn.Module:
-        model = build()
+    """Register a function that builds a model for 32 x 32 pixels and so many classes with timm."""
+    def create(pretrained_cfg_overlay: Any = None, num_classes: int = 10, **kwargs: Any) -> nn.Module:
+        model = build(num_classes)
         model.pretrained_cfg = pretrained_cfg_overlay
         return model
     create.__name__, create.__module__ = build.__name__, build.__module__
@@ -33,36 +33,36 @@ def register(build: Any) -> Any:
 
 
 @register
-def cnn_photos() -> nn.Module:
+def cnn_photos(num_classes: int) -> nn.Module:
     """Build three convolutions with pooling."""
     convs = [layers.ConvNormAct(*chans, 3, act_layer=nn.ReLU) for chans in ((3, 64), (64, 128), (128, 256))]
     return nn.Sequential(*(each for conv in convs for each in (conv, nn.MaxPool2d(2))),
-                         layers.SelectAdaptivePool2d(flatten=True), nn.Linear(256, 10))
+                         layers.SelectAdaptivePool2d(flatten=True), nn.Linear(256, num_classes))
 
 
 @register
-def wrn_photos() -> nn.Module:
+def wrn_photos(num_classes: int) -> nn.Module:
     """Build a WRN-16-2."""
     model = ResNetV2(
-        [2, 2, 2], (32, 64, 128), 10, stem_chs=16, basic=True, bottle_ratio=1., conv_layer=layers.create_conv2d,
-        norm_layer=layers.BatchNormAct2d)
+        [2, 2, 2], (32, 64, 128), num_classes, stem_chs=16, basic=True, bottle_ratio=1.,
+        conv_layer=layers.create_conv2d, norm_layer=layers.BatchNormAct2d)
     model.stem = nn.Conv2d(3, 16, 3, padding=1, bias=False)
     return model
 
 
 @register
-def convmixer_photos() -> nn.Module:
-    return ConvMixer(256, 7, kernel_size=5, patch_size=4, num_classes=10)
+def convmixer_photos(num_classes: int) -> nn.Module:
+    return ConvMixer(256, 7, kernel_size=5, patch_size=4, num_classes=num_classes)
 
 
 @register
-def cct_photos() -> nn.Module:
+def cct_photos(num_classes: int) -> nn.Module:
     """Build a CCT-4/3x2 (arXiv 2104.05704) of more layers, without what slows a short training down."""
     from vit_pytorch.cct import CCT
 
     return CCT(
         img_size=32, embedding_dim=128, n_conv_layers=2, kernel_size=3, stride=1, padding=1, num_layers=6, num_heads=2,
-        mlp_ratio=1., num_classes=10, attention_dropout=0., stochastic_depth_rate=0.)
+        mlp_ratio=1., num_classes=num_classes, attention_dropout=0., stochastic_depth_rate=0.)
 
 
 def run(title: str, model: str, lr: float, ema: float = 0., **model_kwargs: Any) -> Run:

@@ -22,7 +22,6 @@ FORMS = {
     'inference': ('test_cmhsa_attn', dict(hard_attn=True)),
 }
 all_forms = pytest.mark.parametrize('form', FORMS)
-attention = pytest.mark.parametrize('form', ['wide', 'soft'])
 both = pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
 
 
@@ -161,12 +160,3 @@ def test_quantized_weights(form):
         warnings.simplefilter('ignore')  # that there is a newer way to quantize
         quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
     assert 0 < max_error(model(images), quantized(images)) < 0.1
-
-
-@attention
-def test_fused_and_unfused_models_agree(form):
-    fused, unfused = create(form), create(form, fused=False)
-    unfused.load_state_dict(fused.state_dict())
-    images = images_for(fused)
-    assert [model.blocks[0].attn.fused_attn for model in (fused, unfused)] == [True, False]
-    torch.testing.assert_close(unfused(images), fused(images), atol=1e-5, rtol=1e-5)
