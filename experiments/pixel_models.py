@@ -111,9 +111,9 @@ def draw(run: Run, output: Path, folder: Path) -> None:
     """Draw the attention of the trained model, and where the centres of its heads began and ended."""
     model = trained(run, output)
     plot_attention(model, folder, images=run.images(output) / 'test', html=True)
-    centers = [gaussians(each) for each in (create(run), model)]
-    if centers[-1]:
-        center_figure(centers, 'Centres of the heads, before and after training').savefig(folder / 'centers.png')
+    if after := gaussians(model):
+        figure = center_figure(after, gaussians(create(run)), 'Centres of the heads, before and after training')
+        figure.savefig(folder / 'centers.png')
 
 
 if __name__ == '__main__':

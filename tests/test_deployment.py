@@ -38,30 +38,17 @@ def create(form, fused=True, depth=2, **kwargs):
     return reparameterize_model(model) if form == 'inference' else model
 
 
-@all_forms
-@both
-def test_torchscript(form, fused):
-    model = create(form, fused)
-    images = images_for(model)
-    torch.testing.assert_close(torch.jit.script(model)(images), model(images), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')  # checks of shapes become constants
 @all_forms
 @both
-def test_trace(form, fused):
+def test_torchscript_and_fx(form, fused):
     model = create(form, fused)
     images = images_for(model, 3)
-    torch.testing.assert_close(torch.jit.trace(model, images[:2])(images), model(images), atol=1e-5, rtol=1e-5)
-
-
-@all_forms
-@both
-def test_fx(form, fused):
-    model = create(form, fused)
-    images = images_for(model)
+    expected = model(images)
+    for scripted in (torch.jit.script(model), torch.jit.trace(model, images[:2])):
+        torch.testing.assert_close(scripted(images), expected, atol=1e-5, rtol=1e-5)
     outputs = create_feature_extractor(model, {'blocks.1': 'block', 'head': 'logits'})(images)
-    torch.testing.assert_close(outputs['logits'], model(images))
+    torch.testing.assert_close(outputs['logits'], expected)
     torch.testing.assert_close(outputs['block'], model.blocks(model.patch_embed(images)))
     torch.testing.assert_close(torch.fx.symbolic_trace(model.blocks[0])(outputs['block']),
                                model.blocks[0](outputs['block']))

@@ -72,19 +72,6 @@ def test_models_of_any_shape(name, kwargs, tmp_path):
     assert len(loaded.pretrained_cfg['mean']) == model.in_chans
 
 
-def test_a_model_that_was_changed_and_trained_since_its_creation(tmp_path):
-    model = create(num_classes=10)
-    model.set_input_size(img_size=(16, 40))
-    model.reset_classifier(3, 'avg')
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.randn(2, 3, 16, 40)).square().mean().backward()
-    optimizer.step()
-    save_for_hub(model.to(memory_format=torch.channels_last), tmp_path / 'net')
-    loaded = load(f'local-dir:{tmp_path}/net')
-    assert_same_function(model, loaded, 1e-5)  # another memory format adds in another order
-    assert tuple(loaded.pretrained_cfg['input_size']) == (3, 16, 40)
-
-
 @pytest.mark.parametrize('wrap', [torch.compile, nn.DataParallel, ModelEmaV3])
 def test_wrappers_are_unwrapped(wrap, tmp_path):
     model = create()

@@ -8,10 +8,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
-def spread(values: Sequence[float], digits: int = 1) -> str:
+def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation; a single value is returned alone."""
-    mean = f'{statistics.mean(values):.{digits}f}'
-    return f'{mean} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else mean
+    mean = f'{statistics.mean(values):.1f}'
+    return f'{mean} ± {statistics.stdev(values):.1f}' if len(values) > 1 else mean
 
 
 def half_interval(differences: Sequence[float]) -> float:
