@@ -129,11 +129,9 @@ ROWS = {row.title: row for row in (
 def main() -> None:
     args = make_run_parser(__doc__, 'natural_images', seeds=3, photos=True).parse_args()
     args.results = args.results or args.output / 'results.jsonl'
-    chosen = replicate(ROWS, args)
-    run_all(chosen, args)
-    results, rows = read_results(args.results), {title: each[0] for title, each in chosen.items()}
-    rows.update({each.after.title: each.after for each in rows.values() if each.after})
-    best = done(rows, results)
+    run_all(replicate(ROWS, args), args)
+    args.rows, results = ['*'], read_results(args.results)
+    best = done({title: run for title, (run, *_) in replicate(ROWS, args).items()}, results)
     devices = '; '.join(f'{phase1_epoch(device, results):.2g} s on {device}'
                         for device in sorted({result['device'] for result in results.values()}))
     show(f"""{accuracies(best, results)}
