@@ -1,6 +1,7 @@
 """The experiments that compare trainings; those that train as a user runs them are slow."""
 import copy
 import math
+import os
 import signal
 import subprocess
 import sys
@@ -163,7 +164,7 @@ def test_runs_that_were_stopped_go_on_and_what_is_done_is_not_done_again(number,
     while not checkpoint.exists():
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.01)
-    process.send_signal(number)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
     error = process.communicate(timeout=600)[1]  # until no process has this pipe open
     if number == signal.SIGINT:
         assert error.endswith('Stopped. The same command goes on from here.\n')

@@ -50,28 +50,6 @@ def test_round_trip(hub):
         assert list(loaded.pretrained_cfg['label_names']) == LABELS
 
 
-@pytest.mark.parametrize(('name', 'kwargs'), [
-    (CONV, dict(kernel_size=5, img_size=(16, 24), in_chans=1, drop_path_rate=0.1)),
-    (CONV, dict(hidden_chans=5, patch_size=(2, 4), depth=2, mlp_ratio=1.5, fc_norm=True)),
-    (CONV, dict(num_classes=0)),
-    (CONV, dict(dtype=torch.bfloat16)),
-    (ATTN, dict(num_heads=4, head_dim=24, qk_dim=8, qkv_bias=False, attn_drop_rate=0.1)),
-    (ATTN, dict(norm_layer='rmsnorm', act_layer='silu', global_pool='max', init_values=0.1)),
-    ('cmhsa_attn_soft_patch4_32', dict(depth=1)),
-    ('cmhsa_hybrid_conv_64', dict(depth=1, in_chans=1)),
-    ('cmhsa_hybrid_attn_32', dict(depth=1, stem='8p-96p')),
-    ('test_pixel_attn', dict(num_heads=4)),
-])
-def test_models_of_any_shape(name, kwargs, tmp_path):
-    model = create(name, **kwargs)
-    save_for_hub(model, tmp_path / 'net')
-    assert {path.name for path in (tmp_path / 'net').iterdir()} == FILES
-    loaded = load(f'local-dir:{tmp_path}/net')
-    assert_same_function(model.float(), loaded)
-    assert tuple(loaded.pretrained_cfg['input_size']) == (model.in_chans, *model.patch_embed.img_size)
-    assert len(loaded.pretrained_cfg['mean']) == model.in_chans
-
-
 @pytest.mark.parametrize('wrap', [torch.compile, nn.DataParallel, ModelEmaV3])
 def test_wrappers_are_unwrapped(wrap, tmp_path):
     model = create()
