@@ -1,6 +1,5 @@
 """The experiments that compare trainings; those that train as a user runs them are slow."""
 import copy
-import math
 import os
 import signal
 import subprocess
@@ -8,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import figure2
 import hybrid_phase1
 import hybrid_phase2
 import natural_images
@@ -22,10 +20,9 @@ import torch
 import vit_starts as starts
 from common.images import digits, photos
 from common.options import make_run_parser
-from common.report import spread
 from common.runs import Run, create, read_results, replicate, run_all
 from helpers import images_for, max_error, phase1
-from natural_images import AS_MANY_STEPS, DRAWN, PHASE1, ROWS, SOFT
+from natural_images import DRAWN, PHASE1, ROWS, SOFT
 from PIL import Image
 from timm.models import VisionTransformer
 from timm.utils import random_seed
@@ -48,13 +45,6 @@ def test_rows_of_table1_are_trained_alike():
             for each in runs:
                 is_plain = [each.options.get(name) == 0 for name in ('shift', 'smoothing', 'weight_decay')]
                 assert is_plain == 3 * [row.title == 'ViT-base']
-
-
-def test_curves_of_figure2():
-    runs = figure2.ROWS.values()
-    assert [(run.options['warmup_epochs'], run.after is None, run.options.get('model')) for run in runs] == [
-        (3, False, None), (0, False, None), (3, True, 'cmhsa_attn'), (0, True, 'cmhsa_attn')]
-    assert len({run.key for run in runs}) == 4
 
 
 def test_number_of_heads_is_what_the_kernel_needs():
@@ -133,13 +123,6 @@ def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
     assert message in (capsys.readouterr().err if stopped.value.code == 2 else stopped.value.code)
     assert not Path('output').exists()
     assert Path('train.py').read_text() == '[1]'
-
-
-def test_what_follows_two_dashes_is_for_train_py(tmp_path, monkeypatch):
-    for name in ('train.py', 'validate.py'):
-        (tmp_path / name).touch()
-    monkeypatch.setattr(sys, 'argv', ['', '--timm', str(tmp_path), '--seeds', '1', '--', '--device', 'cpu', '-j', '1'])
-    assert table1_cifar100.parse_args().options == ['--device', 'cpu', '-j', '1']
 
 
 def two_runs(output):
@@ -231,6 +214,10 @@ def test_the_documents_have_the_table_of_the_stored_results():
     assert natural_images.looks(best) in documents
     assert {*DRAWN} <= {*best}
     assert all(result['curves']['top1'] for title in DRAWN for result in best[title])
+    first, soft = (best[title][0] for title in (PHASE1, SOFT))
+    points = natural_images.curve(soft, results, 'top1')
+    assert points[0] == natural_images.curve(first, results, 'top1')[-1], 'phase 2 begins where phase 1 ends'
+    assert points[-1] == (natural_images.time_of(soft, results), soft['curves']['top1'][-1])
 
 
 def test_rows_have_the_size_that_was_measured():
@@ -246,32 +233,6 @@ def test_rows_have_the_size_that_was_measured():
     lines = (ROOT / 'benchmarks' / 'hybrid_phase1.csv').read_text().splitlines()
     measured = {int(line.split(',')[4]) for line in lines[1:]}
     assert {sum(parameter.numel() for parameter in create(row).parameters()) for row in hybrid_phase1.ROWS} == measured
-
-
-def test_rows_of_natural_images_are_compared_by_seed():
-    """A curve of phase 2 follows that of phase 1; times are in epochs of phase 1 on the same machine."""
-    def result(run, seed, test, after=None, seconds=60., device='fast'):
-        return dict(
-            run=f'{run.key[:-1]}{seed}', title=run.title, after=after, seed=seed, test={'top1': test}, epochs=4,
-            seconds=seconds, curves={'epoch': [2, 4], 'top1': [1., test]}, device=device)
-
-    first, alone, soft = ROWS[PHASE1], ROWS[AS_MANY_STEPS], ROWS[SOFT]
-    results = {each['run']: each for each in (
-        result(first, 0, 40.), result(first, 1, 40., device='slow', seconds=90.),
-        result(soft, 2, 63., first.key, device='unknown'), result(soft, 0, 58., first.key),
-        result(soft.change(options=dict(lr=1.)), 0, 99.), result(soft, 1, 62., f'{first.key[:-1]}1', 90., 'slow'),
-        result(alone, 0, 56.), result(alone, 1, 58., seconds=90., device='slow'), result(alone, 2, 60.))}
-    best = natural_images.done(ROWS, results)
-    tops = {title: [each['test']['top1'] for each in seeds] for title, seeds in best.items()}
-    assert tops == {PHASE1: [40., 40.], AS_MANY_STEPS: [56., 58., 60.], SOFT: [58., 62., 63.]}
-    chosen, baseline = best[SOFT], best[AS_MANY_STEPS]
-    assert natural_images.gain(chosen, baseline) == '+3.0 (+0.5 to +5.5)'  # t = 4.303 with two degrees of freedom
-    assert natural_images.gain(chosen[:2], baseline) == '+3.0'
-    assert natural_images.gain(baseline, baseline) == '-'
-    assert natural_images.curve(chosen[0], results, 'top1') == [(4., 40.), (6., 1.), (8., 58.)]
-    assert natural_images.time_of(chosen[1], results) == 8.
-    assert math.isnan(natural_images.time_of(chosen[2], results)), 'of a machine without phase 1'
-    assert spread([12.34]) == '12.3', 'a single seed has no spread'
 
 
 def test_gains_of_hybrids_are_paired_by_seed_and_number_of_images():
