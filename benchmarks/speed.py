@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
@@ -40,27 +40,16 @@ START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: en
 PHASES = ('training', 'inference')
 
 
-def create(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
-    return partial(timm.create_model, name, **kwargs)
-
-
 THIN = dict(num_heads=16, head_dim=96)  # what hard heads need for 3 x 3 and 5 x 5 convolutions
-MODELS: Dict[str, Callable[[], nn.Module]] = {
-    BASELINE: create(BASELINE),
-    'convit_base': create('convit_base'),
-    'resnet50': create('resnet50'),
-    'cmhsa_conv_k3': create('cmhsa_conv_k3'),
-    'cmhsa_conv_k5': create('cmhsa_conv_k5'),
-    'cmhsa_attn_soft': create('cmhsa_attn_soft'),
-    'cmhsa_attn_soft, qk_dim=16': create('cmhsa_attn_soft', qk_dim=16),
-    'cmhsa_attn_soft, qk_dim=96': create('cmhsa_attn_soft', qk_dim=96),
-    'cmhsa_attn': create('cmhsa_attn'),
-    'cmhsa_attn, qk_dim=768 (the paper)': create('cmhsa_attn', qk_dim=768),
-    'cmhsa_attn, 16 heads of 96': create('cmhsa_attn', **THIN),
-    'cmhsa_attn, 16 heads of 96, hard_attn': create('cmhsa_attn', hard_attn=True, **THIN),
-    'resnet18': create('resnet18'),
-    'cmhsa_hybrid_conv_224': create('cmhsa_hybrid_conv_224'),
-    'cmhsa_hybrid_attn_224': create('cmhsa_hybrid_attn_224'),
+MODELS: Dict[str, Dict[str, Any]] = {  # arguments by title, which begins with the name
+    **{key: {} for key in (BASELINE, 'convit_base', 'resnet50', 'cmhsa_conv_k3', 'cmhsa_conv_k5', 'cmhsa_attn_soft')},
+    'cmhsa_attn_soft, qk_dim=16': dict(qk_dim=16),
+    'cmhsa_attn_soft, qk_dim=96': dict(qk_dim=96),
+    'cmhsa_attn': {},
+    'cmhsa_attn, qk_dim=768 (the paper)': dict(qk_dim=768),
+    'cmhsa_attn, 16 heads of 96': THIN,
+    'cmhsa_attn, 16 heads of 96, hard_attn': dict(THIN, hard_attn=True),
+    **{key: {} for key in ('resnet18', 'cmhsa_hybrid_conv_224', 'cmhsa_hybrid_attn_224')},
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length
@@ -76,7 +65,9 @@ def main() -> None:
         title, phase = args.measure
         print(json.dumps(measure(title, phase, args)))
         return
-    path = args.folder / f'{setting(args)}.json'
+    precision = 'bfloat16' if args.amp else 'float32'
+    setting = f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
+    path = args.folder / f'{setting}.json'
     results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
     if results['about'] != about(args):
         raise SystemExit(f'{path} is of another machine, other versions or other options: move it away first.')
@@ -125,11 +116,6 @@ def parse_args() -> argparse.Namespace:
     if not set(args.models) <= set(MODELS):
         parser.error(f'--models: {", ".join(set(args.models) - set(MODELS))} is none of {NAMES}')
     return args
-
-
-def setting(args: argparse.Namespace) -> str:
-    precision = 'bfloat16' if args.amp else 'float32'
-    return f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
 
 
 def about(args: argparse.Namespace) -> Dict[str, Any]:
@@ -186,7 +172,7 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def create_for(title: str, phase: str) -> nn.Module:
-    model = MODELS[title]()
+    model = timm.create_model(title.split(',')[0], **MODELS[title])
     return model.train() if phase == 'training' else reparameterize_model(model.eval(), inplace=True)
 
 
@@ -263,14 +249,12 @@ def table(results: Dict[str, Any]) -> str:
                 f"| {model} | {1e3 * row['median']:.0f} | {low} to {high} | {seconds} | {count} | "
                 f"{1e-9 * row['operations'] / row['median']:.0f} | {row['peak'] / 2 ** 20:.0f} | {memory} |")
         if phase == 'training' and base:
-            lines += [f'| {title} | | | {mean_ratio(rows, pair, base):.2f}x | | | | |'
-                      for title, pair in TWO_PHASES.items() if set(pair) <= set(rows)]
+            for title, pair in TWO_PHASES.items():
+                if set(pair) <= set(rows):
+                    ratio = statistics.mean(rows[model]['median'] for model in pair) / base['median']
+                    lines.append(f'| {title} | | | {ratio:.2f}x | | | | |')
         lines.append('')
     return '\n'.join(lines)
-
-
-def mean_ratio(rows: Dict[str, Dict[str, Any]], models: Any, base: Dict[str, Any]) -> float:
-    return statistics.mean(rows[model]['median'] for model in models) / base['median']
 
 
 def update_results(path: Path) -> None:
