@@ -7,6 +7,7 @@ alone, about 20 minutes on one core. The test images choose nothing.
 
 The output folder gets the table, and gain.png with what phase 2 gains at every number of images in --results.
 """
+import math
 from pathlib import Path
 from statistics import mean
 from typing import Any, Callable, Dict, Iterable, Optional, Tuple
@@ -72,8 +73,10 @@ def main() -> None:
     add('--epochs', type=positive_int, default=120, help='of phase 1 alone (default: %(default)s)')
     args = parser.parse_args()
     args.results = args.results or args.output / 'results.jsonl'
+    batch_size = 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the learning rate
+    lr = float(f'{2e-3 * (batch_size / 64) ** 0.5:.1e}')
     rows = {title: Run(title, args.images, dict(
-        options, model='cmhsa_hybrid_conv_32', img_size=32, lr=2e-3, epochs=max(round(share * args.epochs), 2),
+        options, model='cmhsa_hybrid_conv_32', img_size=32, lr=lr, epochs=max(round(share * args.epochs), 2),
     ), rewrite=rewrite) for title, (share, rewrite, options) in ROWS.items()}
     show(accuracies(run_all(replicate(rows, args), args)), args.output / 'hybrid_phase2.md')
     draw(read_results(args.results).values(), args.output / 'gain.png')
