@@ -20,7 +20,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('--model', default='resnet18', help='timm model with random weights (default: %(default)s)')
     parser.add_argument('--img-size', type=int, default=224, help='pixels of a side (default: %(default)s)')
-    parser.add_argument('--names', nargs='+', default=['*'], help='which convolutions (default: all)')
     args = parser.parse_args()
     torch.manual_seed(0)
     model = timm.create_model(args.model).eval()
@@ -28,24 +27,19 @@ def main() -> None:
         if isinstance(module, nn.BatchNorm2d):  # timm starts the last ones of residual branches at zero
             nn.init.uniform_(module.weight, 0.5, 1.)
     image = torch.randn(1, 3, args.img_size, args.img_size)
-    logits, params = model(image), num_params(model)
-    start = time.perf_counter()
-    attend_convs(model, args.names, image.shape[1:])
-    made = time.perf_counter()
+    logits, times = model(image), [time.perf_counter()]
+    attend_convs(model, '*', image.shape[1:])
+    times.append(time.perf_counter())
     error = (model(image) - logits).abs().max() / logits.abs().max()
-    attended = time.perf_counter()
+    times.append(time.perf_counter())
     print(attention_summary(model))
     shifts = timm.utils.reparameterize_model(model)
     shifts(image)
-    fused = time.perf_counter()
+    times.append(time.perf_counter())
     shifts(image)
-    print(f'parameters {params:.1f} M -> {num_params(model):.1f} M; made in {made - start:.1f} s, one image in '
-          f'{attended - made:.1f} s, as shifts in {time.perf_counter() - fused:.1f} s; logits differ by {error:.1e}; '
-          f'peak memory {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB')
-
-
-def num_params(model: nn.Module) -> float:
-    return sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    print(f'made in {times[1] - times[0]:.1f} s, one image in {times[2] - times[1]:.1f} s, as shifts in '
+          f'{time.perf_counter() - times[3]:.1f} s; logits differ by {error:.1e}; peak memory '
+          f'{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6:.1f} GB')
 
 
 if __name__ == '__main__':

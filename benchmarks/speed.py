@@ -3,7 +3,7 @@
 A training step (forward, backward, AdamW) and an inference batch of every model and form, in rounds, so that a drift of
 the machine meets all alike. Writes benchmarks/speed/SETTING.json, round by round (stopped, it goes on from there), and
 the tables of all that is in that folder into benchmarks/RESULTS.md. Linux only: a CPU's peak memory is what the
-operating system says. `--profile MODEL` shows the operators of a training step.
+operating system says.
 """
 import argparse
 import gc
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 import traceback
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional
 
@@ -24,7 +24,6 @@ import timm
 import torch
 from timm.utils import reparameterize_model
 from torch import nn
-from torch.autograd import DeviceType
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.collect_env import get_nvidia_driver_version, run as run_command
 from torch.utils.flop_counter import FlopCounterMode
@@ -41,27 +40,16 @@ START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: en
 PHASES = ('training', 'inference')
 
 
-def create(name: str, **kwargs: Any) -> Callable[[], nn.Module]:
-    return partial(timm.create_model, name, **kwargs)
-
-
 THIN = dict(num_heads=16, head_dim=96)  # what hard heads need for 3 x 3 and 5 x 5 convolutions
-MODELS: Dict[str, Callable[[], nn.Module]] = {
-    BASELINE: create(BASELINE),
-    'convit_base': create('convit_base'),
-    'resnet50': create('resnet50'),
-    'cmhsa_conv_k3': create('cmhsa_conv_k3'),
-    'cmhsa_conv_k5': create('cmhsa_conv_k5'),
-    'cmhsa_attn_soft': create('cmhsa_attn_soft'),
-    'cmhsa_attn_soft, qk_dim=16': create('cmhsa_attn_soft', qk_dim=16),
-    'cmhsa_attn_soft, qk_dim=96': create('cmhsa_attn_soft', qk_dim=96),
-    'cmhsa_attn': create('cmhsa_attn'),
-    'cmhsa_attn, qk_dim=768 (the paper)': create('cmhsa_attn', qk_dim=768),
-    'cmhsa_attn, 16 heads of 96': create('cmhsa_attn', **THIN),
-    'cmhsa_attn, 16 heads of 96, hard_attn': create('cmhsa_attn', hard_attn=True, **THIN),
-    'resnet18': create('resnet18'),
-    'cmhsa_hybrid_conv_224': create('cmhsa_hybrid_conv_224'),
-    'cmhsa_hybrid_attn_224': create('cmhsa_hybrid_attn_224'),
+MODELS: Dict[str, Dict[str, Any]] = {  # arguments by title, which begins with the name
+    **{key: {} for key in (BASELINE, 'convit_base', 'resnet50', 'cmhsa_conv_k3', 'cmhsa_conv_k5', 'cmhsa_attn_soft')},
+    'cmhsa_attn_soft, qk_dim=16': dict(qk_dim=16),
+    'cmhsa_attn_soft, qk_dim=96': dict(qk_dim=96),
+    'cmhsa_attn': {},
+    'cmhsa_attn, qk_dim=768 (the paper)': dict(qk_dim=768),
+    'cmhsa_attn, 16 heads of 96': THIN,
+    'cmhsa_attn, 16 heads of 96, hard_attn': dict(THIN, hard_attn=True),
+    **{key: {} for key in ('resnet18', 'cmhsa_hybrid_conv_224', 'cmhsa_hybrid_attn_224')},
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
 TWO_PHASES = {  # of equal length
@@ -77,13 +65,11 @@ def main() -> None:
         title, phase = args.measure
         print(json.dumps(measure(title, phase, args)))
         return
-    if args.profile:
-        for title in args.profile:
-            print(f'{title}:\n{profile(title, args)}', flush=True)
-        return
-    path = args.folder / f'{setting(args)}.json'
-    results = json.loads(path.read_text()) if path.exists() else {'about': about(command(args), args), 'measured': {}}
-    if results['about'] != about(command(args), args):
+    precision = 'bfloat16' if args.amp else 'float32'
+    setting = f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
+    path = args.folder / f'{setting}.json'
+    results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
+    if results['about'] != about(args):
         raise SystemExit(f'{path} is of another machine, other versions or other options: move it away first.')
     failed = []
     for number in range(args.rounds):
@@ -93,7 +79,7 @@ def main() -> None:
                 if len(measured) > number:
                     continue
                 try:
-                    measured.append(measure_apart(measure, model, phase, args=args))
+                    measured.append(measure_apart(model, phase, args))
                 except Exception:
                     traceback.print_exc()
                     failed.append(f'{phase} of {model}')
@@ -120,7 +106,6 @@ def parse_args() -> argparse.Namespace:
     add('--compile', action='store_true', help='torch.compile')
     add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {NAMES}')
     add('--folder', type=Path, default=FOLDER, help='of the JSON; any other one leaves RESULTS.md as it is')
-    add('--profile', choices=MODELS, nargs='+', metavar='MODEL', help='show the operators of a training step instead')
     add('--measure', nargs=2, metavar=('MODEL', 'PHASE'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     cpu = args.device == 'cpu'
@@ -133,41 +118,30 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def setting(args: argparse.Namespace) -> str:
-    precision = 'bfloat16' if args.amp else 'float32'
-    return f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
-
-
-def command(args: argparse.Namespace) -> str:
-    options = f'--device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
-    return f"python benchmarks/speed.py {options}{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}"
-
-
-def about(command: str, args: argparse.Namespace) -> Dict[str, Any]:
+def about(args: argparse.Namespace) -> Dict[str, Any]:
     """Return what the figures hold for."""
+    options = f'--device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
+    options += f"{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}"
     git = ['git', 'log', '-1', '--format=%h', '--', str(HERE.parent / 'timm_cmhsa')]
     commit = subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip() if shutil.which('git') else ''
+    hardware = f'{processor()}, {torch.get_num_threads()} threads' if args.device == 'cpu' else (
+        f'{torch.cuda.get_device_name(args.device)}, driver {get_nvidia_driver_version(run_command)}, '
+        f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
     return dict(
-        command=command, commit=commit, hardware=hardware(args.device), python=platform.python_version(),
-        torch=str(torch.__version__), timm=timm.__version__, timm_cmhsa=timm_cmhsa.__version__)
+        command=f'python benchmarks/speed.py {options}', commit=commit, hardware=hardware,
+        python=platform.python_version(), torch=str(torch.__version__), timm=timm.__version__,
+        timm_cmhsa=timm_cmhsa.__version__)
 
 
-def hardware(device: str) -> str:
-    if device != 'cpu':
-        return (f'{torch.cuda.get_device_name(device)}, driver {get_nvidia_driver_version(run_command)}, '
-                f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
-    return f'{processor()}, {torch.get_num_threads()} threads'
-
-
-def measure_apart(measure: Callable[..., Dict[str, Any]], *what: str, args: argparse.Namespace) -> Dict[str, Any]:
-    """Measure so that nothing is left of other measurements: on a CPU in a new process of the running script.
+def measure_apart(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
+    """Measure so that nothing is left of other measurements: on a CPU in a new process.
 
     A GPU's allocator tells peaks apart, and there, starting a process would take longer than to measure.
     """
     if args.device != 'cpu':
         torch.compiler.reset()
-        return measure(*what, args)
-    command = [sys.executable, *sys.argv, '--measure', *what]
+        return measure(title, phase, args)
+    command = [sys.executable, *sys.argv, '--measure', title, phase]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     return json.loads(result.stdout.splitlines()[-1])
 
@@ -198,21 +172,8 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def create_for(title: str, phase: str) -> nn.Module:
-    model = MODELS[title]()
+    model = timm.create_model(title.split(',')[0], **MODELS[title])
     return model.train() if phase == 'training' else reparameterize_model(model.eval(), inplace=True)
-
-
-def profile(title: str, args: argparse.Namespace) -> str:
-    """Return the share of every operator in the time of a training step, the largest first."""
-    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
-    step = training_step(MODELS[title]().to(args.device).train(), images, args.amp)
-    step()
-    with torch.profiler.profile() as profiler:
-        step()
-    times = {event.key: event.self_device_time_total if images.is_cuda else event.self_cpu_time_total
-             for event in profiler.key_averages() if event.device_type == DeviceType.CPU}  # with their kernels
-    shares = sorted(((value / sum(times.values()), name) for name, value in times.items()), reverse=True)
-    return '\n'.join(f'{share:6.1%}  {name}' for share, name in shares[:15])
 
 
 def reset_peak(device: str) -> int:
@@ -288,14 +249,12 @@ def table(results: Dict[str, Any]) -> str:
                 f"| {model} | {1e3 * row['median']:.0f} | {low} to {high} | {seconds} | {count} | "
                 f"{1e-9 * row['operations'] / row['median']:.0f} | {row['peak'] / 2 ** 20:.0f} | {memory} |")
         if phase == 'training' and base:
-            lines += [f'| {title} | | | {mean_ratio(rows, pair, base):.2f}x | | | | |'
-                      for title, pair in TWO_PHASES.items() if set(pair) <= set(rows)]
+            for title, pair in TWO_PHASES.items():
+                if set(pair) <= set(rows):
+                    ratio = statistics.mean(rows[model]['median'] for model in pair) / base['median']
+                    lines.append(f'| {title} | | | {ratio:.2f}x | | | | |')
         lines.append('')
     return '\n'.join(lines)
-
-
-def mean_ratio(rows: Dict[str, Dict[str, Any]], models: Any, base: Dict[str, Any]) -> float:
-    return statistics.mean(rows[model]['median'] for model in models) / base['median']
 
 
 def update_results(path: Path) -> None:

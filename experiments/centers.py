@@ -1,6 +1,6 @@
 """Pictures of the centres of Gaussian heads, for pixel_models.py."""
 import math
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence
+from typing import Any, Dict, Mapping, NamedTuple
 
 import torch
 from matplotlib import colormaps
@@ -34,36 +34,30 @@ def gaussians(model: nn.Module) -> Dict[str, Gaussians]:
         for name, rel_pos in encodings.items() if isinstance(rel_pos, QuadraticRelPos) and rel_pos.num_heads}
 
 
-def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Centres of the heads') -> Figure:
+def center_figure(after: Mapping[str, Gaussians], before: Mapping[str, Gaussians], title: str) -> Figure:
     """Draw the centres of all heads with their 50 % and 90 % contours, relative to the query: a panel per layer.
 
-    Figures 3 and 4 of arXiv 1911.03584. Heads with a centre beyond the reach of the grid are named, but not shown.
-
-    Args:
-        history: Gaussians of a model (see `gaussians`), at one checkpoint or at several in the order of training. Lines
-            then lead from a circle at the first centre to a dot at the last.
-        title: Title of the figure.
+    Figures 3 and 4 of arXiv 1911.03584. A line leads from a circle at the centre before training to a dot at the one
+    after it. Centres beyond the reach of the grid are not shown.
     """
-    last = history[-1]
-    columns = math.ceil(math.sqrt(len(last)))
-    rows = math.ceil(len(last) / columns)
-    num_heads = max(len(layer.center) for layer in last.values())
+    columns = math.ceil(math.sqrt(len(after)))
+    rows = math.ceil(len(after) / columns)
+    num_heads = max(len(layer.center) for layer in after.values())
     colors = colormaps['tab10' if num_heads <= 10 else 'tab20'](range(num_heads))
-    farthest = max(layer.center.abs().max().item() for layer in last.values())
-    reach = min(farthest + 2, max(max(layer.grid_size) for layer in last.values()) - 0.5)
+    farthest = max(layer.center.abs().max().item() for layer in after.values())
+    reach = min(farthest + 2, max(max(layer.grid_size) for layer in after.values()) - 0.5)
     figure = Figure(figsize=(max(1.8 + 3 * columns, 6), 1 + 3.1 * rows), dpi=120, layout='constrained')
     axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat[len(last):]:
+    for axis in axes.flat[len(after):]:
         axis.set_axis_off()
-    for axis, (name, layer) in zip(axes.flat, last.items()):
+    for axis, (name, layer) in zip(axes.flat, after.items()):
         axis.set(xlim=(-reach, reach), ylim=(reach, -reach), aspect='equal')
         axis.grid(alpha=0.2)
         axis.tick_params(labelsize=7)
-        beyond = [str(head + 1) for head, center in enumerate(layer.center) if center.abs().max() > reach]
-        axis.set_title(f'{name}\n(beyond: {", ".join(beyond)})' if beyond else name, fontsize=8)
+        axis.set_title(name, fontsize=8)
         axis.add_patch(Rectangle((-0.5, -0.5), 1, 1, fill=False, edgecolor='black', linewidth=2, zorder=2))
         for head, color in zip(range(len(layer.center)), colors):
-            _draw_head(axis, [layers[name] for layers in history], head, color)
+            draw_head(axis, before[name].center[head], layer.center[head], layer.inv_covariance[head], color)
     figure.supxlabel('columns from the query, patches', fontsize=8)
     figure.supylabel('rows from the query, patches', fontsize=8)
     handles = [
@@ -71,19 +65,17 @@ def center_figure(history: Sequence[Mapping[str, Gaussians]], title: str = 'Cent
     handles += [Line2D([], [], color='black', linestyle=style, label=f'{share} % contour')
                 for share, style in CONTOURS.items()]
     handles.append(Line2D([], [], color='black', marker='s', markerfacecolor='none', linestyle='', label='query'))
-    if len(history) > 1:
-        handles.append(Line2D([], [], color='black', marker='o', markerfacecolor='white', label='first checkpoint'))
+    handles.append(Line2D([], [], color='black', marker='o', markerfacecolor='white', label='before training'))
     figure.legend(handles=handles, loc='outside right upper', fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=10)
     return figure
 
 
-def _draw_head(axis: Axes, history: List[Gaussians], head: int, color: Any) -> None:
-    rows, cols = torch.stack([layer.center[head] for layer in history], dim=1).numpy()
-    if len(history) > 1:
-        axis.plot(cols, rows, 'o-', color=color, markersize=5, markerfacecolor='white', markevery=[0], zorder=3)
+def draw_head(axis: Axes, first: torch.Tensor, last: torch.Tensor, inv_covariance: torch.Tensor, color: Any) -> None:
+    rows, cols = torch.stack([first, last], dim=1).numpy()
+    axis.plot(cols, rows, 'o-', color=color, markersize=5, markerfacecolor='white', markevery=[0], zorder=3)
     axis.plot(cols[-1:], rows[-1:], 'o', markersize=4, color=color, zorder=3)
-    inv_variances, directions = torch.linalg.eigh(history[-1].inv_covariance[head])
+    inv_variances, directions = torch.linalg.eigh(inv_covariance)
     down, right = directions[:, 0].tolist()  # of the longer axis
     for share, style in CONTOURS.items():
         axes = (-2 * math.log(1 - share / 100) / inv_variances.clamp(min=MIN_INV_VARIANCE)).sqrt().tolist()

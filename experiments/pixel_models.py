@@ -2,24 +2,21 @@
 
 After "On the Relationship between Self-Attention and Convolutional Layers" (arXiv 1911.03584), Tables 1 and 4, scaled
 down to digits of 16 x 16 pixels, 400 training images, and models of a quarter of the width. About 40 minutes on 2
-cores. With several --learning-rates, each model takes its best one on held-out images of one more seed; the test images
-choose nothing. examples/cifar10 has recipes for the models in full size.
-
-The output folder gets the table, and pictures of the heads. A stopped experiment resumes where it stopped.
+cores. examples/cifar10 has recipes for the models in full size. The output folder gets the table, and pictures of the
+heads.
 """
-import argparse
 import statistics
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, Dict, List
 
 import torch
 from centers import center_figure, gaussians
 from common.images import BATCH_SIZE, DIGIT, OPTIONS, digits
-from common.options import add_num_train, add_repeats, make_parser, positive_float, positive_int
-from common.report import markdown_table, spread, write_whole
-from common.runs import Result, Run, best_rates, create, run_all, top1
+from common.options import make_run_parser
+from common.report import markdown_table, show, spread
+from common.runs import Result, Run, create, replicate, run_all, top1
 from common.timing import step_seconds
 from torch import nn
 
@@ -32,72 +29,6 @@ from timm_cmhsa.plots import plot_attention
 sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
 import resnet18_cifar  # noqa: F401  registers the model
 
-TUNING_SEED = 100
-SHAPE = dict(in_chans=1, hidden_chans=24)  # 8 x 8 tokens of width 96
-
-
-class Choice(NamedTuple):
-    """One row of the table."""
-    title: str
-    model: str
-    model_args: Dict[str, Any]
-    lr: float = 2e-3
-
-
-RESNET, PRUNED = 'ResNet-18', 'generalized quadratic, pruned'
-CHOICES = (
-    Choice(RESNET, 'resnet18_cifar', dict(in_chans=1)),
-    Choice('quadratic', 'pixel_attn_quadratic', SHAPE),
-    Choice('generalized quadratic', 'pixel_attn_quadratic_gen', SHAPE),
-    Choice('learned', 'pixel_attn_learned', SHAPE),
-    Choice('learned, with content', 'pixel_attn_learned_content', SHAPE, lr=5e-4),
-)
-
-
-def main() -> None:
-    args = parse_args()
-    folder = args.output / 'runs'
-    candidates = {choice.title: {rate: [plan(choice, rate, TUNING_SEED, args)]
-                                 for rate in args.learning_rates or [choice.lr]} for choice in CHOICES}
-    rates = best_rates(candidates, folder)
-    runs = {choice.title: [plan(choice, rates[choice.title], seed, args) for seed in range(args.seeds)]
-            for choice in CHOICES}
-    results = run_all(runs, folder, 'models')
-    pruned = {PRUNED: list(map(plan_pruning, runs['generalized quadratic']))}
-    results |= run_all(pruned, folder, 'pruning')
-    heads = [degenerate_heads(run, folder) for run in pruned[PRUNED]]
-    table = markdown(runs, results, heads, args.repeats)
-    del runs[RESNET]
-    table += '\n' + likeness(runs, folder)
-    write_whole(args.output / 'pixel_models.md', table)
-    print(table)
-    for title in ('quadratic', 'generalized quadratic', 'learned, with content'):
-        run = runs[title][0]
-        draw(run, folder, args.output / 'pictures' / run.options['model'])
-
-
-def parse_args() -> argparse.Namespace:
-    parser = make_parser(__doc__, 'pixel_models', seeds=3)
-    add = parser.add_argument
-    add_num_train(parser)
-    add('--epochs', type=positive_int, default=60, help='default: %(default)s')
-    add('--learning-rates', type=positive_float, nargs='+', default=[],
-        help='to choose from for each model (default: a rate that works)')
-    add_repeats(parser, 5)
-    return parser.parse_args()
-
-
-def plan(choice: Choice, rate: float, seed: int, args: argparse.Namespace) -> Run:
-    options = dict(OPTIONS, img_size=DIGIT, shift=4, epochs=args.epochs, lr=rate, model=choice.model,
-                   model_kwargs=choice.model_args)
-    return Run(choice.title, args.num_train, seed, options, data=partial(digits, canvas=DIGIT))
-
-
-def plan_pruning(run: Run) -> Run:
-    """Plan to train on for a tenth of the epochs, at a tenth of the learning rate (Appendix E)."""
-    changes = dict(epochs=max(run.options['epochs'] // 10, 1), lr=run.options['lr'] / 10, warmup_epochs=0)
-    return run._replace(title=PRUNED, options={**run.options, **changes}, after=run, rewrite=prune)
-
 
 def prune(model: nn.Module) -> nn.Module:
     """Remove degenerate heads."""
@@ -105,29 +36,60 @@ def prune(model: nn.Module) -> nn.Module:
     return model
 
 
-def degenerate_heads(run: Run, folder: Path) -> List[int]:
-    """Return how many heads were removed, by layer."""
-    layers = attention_layers(load_model(run.folder(folder) / 'model'))
-    return [9 - layer.num_heads for layer in layers.values()]
+def plan(title: str, model: str, lr: float = 2e-3, **model_kwargs: Any) -> Run:
+    options = dict(OPTIONS, img_size=DIGIT, shift=4, epochs=60, lr=lr, model=model,
+                   model_kwargs=dict(in_chans=1, **model_kwargs))
+    return Run(title, 400, options, data=partial(digits, canvas=DIGIT))
 
 
-def markdown(
-        runs: Dict[str, List[Run]], results: Dict[str, List[Result]], heads: List[List[int]], repeats: int) -> str:
+WIDTH = 24  # hidden_chans: 8 x 8 tokens of width 96
+RESNET, GENERAL, PRUNED = 'ResNet-18', 'generalized quadratic', 'generalized quadratic, pruned'
+ROWS = {run.title: run for run in (
+    plan(RESNET, 'resnet18_cifar'),
+    plan('quadratic', 'pixel_attn_quadratic', hidden_chans=WIDTH),
+    plan(GENERAL, 'pixel_attn_quadratic_gen', hidden_chans=WIDTH),
+    plan('learned', 'pixel_attn_learned', hidden_chans=WIDTH),
+    plan('learned, with content', 'pixel_attn_learned_content', lr=5e-4, hidden_chans=WIDTH),
+)}
+ROWS[PRUNED] = ROWS[GENERAL]._replace(  # trained on for a tenth of the epochs, at a tenth of the rate (Appendix E)
+    title=PRUNED, after=ROWS[GENERAL], rewrite=prune,
+    options=dict(ROWS[GENERAL].options, epochs=6, lr=2e-4, warmup_epochs=0))
+
+
+def main() -> None:
+    args = make_run_parser(__doc__, 'pixel_models', seeds=3).parse_args()
+    runs = replicate(ROWS, args)
+    results = run_all(runs, args)
+    heads = [[9 - layer.num_heads for layer in attention_layers(trained(run, args.output)).values()]
+             for run in runs[PRUNED]]
+    table = markdown(runs, results, heads)
+    attending = {title: each for title, each in runs.items() if title not in (RESNET, PRUNED)}
+    show(f'{table}\n{likeness(attending, args.output)}', args.output / 'pixel_models.md')
+    for title in ('quadratic', GENERAL, 'learned, with content'):
+        run = runs[title][0]
+        draw(run, args.output, args.output / 'pictures' / run.options['model'])
+
+
+def trained(run: Run, output: Path) -> Any:
+    return load_model(run.folder(output) / 'model')
+
+
+def markdown(runs: Dict[str, List[Run]], results: Dict[str, List[Result]], heads: List[List[int]]) -> str:
     """Return the table of the models, with the accuracy after pruning."""
-    models = {title: create(seeds[0]) for title, seeds in runs.items()}
-    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT), repeats)
+    models = {title: create(seeds[0]) for title, seeds in runs.items() if title != PRUNED}
+    seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT))
     rows = [[title, f'{results[title][0]["params"]:.2f} M', f'{results[title][0]["lr"]:g}',
-             spread(top1(results[title])), f'{1e3 * seconds[title]:.0f}'] for title in runs]
+             spread(top1(results[title])), f'{1e3 * seconds[title]:.0f}'] for title in models]
     rows.append([PRUNED, '', '', spread(top1(results[PRUNED])), ''])
     return markdown_table(['model', 'parameters', 'learning rate', 'top-1, %', 'step, ms'], rows) + (
         f'\nTop-1 on the test images, mean ± standard deviation over {len(heads)} seeds. Degenerate heads by layer, '
         f'of every seed: {", ".join(map(str, heads))}.\n')
 
 
-def likeness(runs: Dict[str, List[Run]], folder: Path) -> str:
+def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
     """Return how much like a convolution the heads are after training: means over heads and seeds."""
     layers = [[f'{statistics.mean(head.best_weight for head in heads):.2f}, '
-               f'{statistics.mean(head.distance for head in heads):.1f}' for heads in all_heads(each, folder)]
+               f'{statistics.mean(head.distance for head in heads):.1f}' for heads in all_heads(each, output)]
               for each in runs.values()]
     rows = [[str(layer), *cells] for layer, cells in enumerate(zip(*layers), start=1)]
     return markdown_table(['layer', *runs], rows) + (
@@ -135,27 +97,23 @@ def likeness(runs: Dict[str, List[Run]], folder: Path) -> str:
         'distance of their centres from the query, in tokens.\n')
 
 
-def all_heads(runs: List[Run], folder: Path) -> List[List[HeadStatistics]]:
+def all_heads(runs: List[Run], output: Path) -> List[List[HeadStatistics]]:
     """Measure the heads of the trained models of several seeds, layer by layer."""
     layers: Dict[str, List[HeadStatistics]] = {}
     for run in runs:
-        model = load_model(run.folder(folder) / 'model')
-        for name, maps in attention_maps(model, choose_images(test_images(run, folder), model, 64)[0]).items():
+        model = trained(run, output)
+        for name, maps in attention_maps(model, choose_images(run.images(output) / 'test', model, 64)[0]).items():
             layers.setdefault(name, []).extend(head_statistics(maps))
     return list(layers.values())
 
 
-def test_images(run: Run, folder: Path) -> Path:
-    return run.data(folder, run.num_train, run.seed) / 'test'
-
-
-def draw(run: Run, folder: Path, output: Path) -> None:
+def draw(run: Run, output: Path, folder: Path) -> None:
     """Draw the attention of the trained model, and where the centres of its heads began and ended."""
-    model = load_model(run.folder(folder) / 'model')
-    plot_attention(model, output, images=test_images(run, folder), html=True)
-    centers = [gaussians(each) for each in (create(run), model)]
-    if centers[-1]:
-        center_figure(centers, 'Centres of the heads, before and after training').savefig(output / 'centers.png')
+    model = trained(run, output)
+    plot_attention(model, folder, images=run.images(output) / 'test', html=True)
+    if after := gaussians(model):
+        figure = center_figure(after, gaussians(create(run)), 'Centres of the heads, before and after training')
+        figure.savefig(folder / 'centers.png')
 
 
 if __name__ == '__main__':

@@ -1,32 +1,21 @@
 """Compare starts of a stock ViT on few photos: python experiments/vit_starts.py --data-dir DIR
 
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
-CIFAR-10. Every run trains timm's vit_tiny, with 6 layers and 8 x 8 patches, on --images of them, and is judged by 1,000
-other training images, which choose the learning rate of every start. The test images choose nothing.
-
-Runs are done side by side and only once: each appends a line to --results, and what was stopped goes on. One takes
-about 30 minutes on one core.
+CIFAR-10. Every run trains timm's vit_tiny, with 6 layers and 8 x 8 patches, on 3,000 of them, and is judged by 1,000
+other training images. One takes about 30 minutes on one core. The output folder gets the table.
 """
-import io
-from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict
 
 import timm
 import torch
-from common.images import photos
-from common.options import add_queue, make_parser, positive_float, positive_int
-from common.queue import run_queue
+from common.options import make_run_parser
+from common.report import accuracies, show
+from common.runs import Run, replicate, run_all
 from timm.layers import build_sincos2d_pos_embed
 from timm.models import register_model
 
 import timm_cmhsa
-from timm_cmhsa.train import train_two_phases
-
-HELD_OUT = 1000  # images
-PEAKS = 0.35, 0.2, 0.5, 0.75, 0.9
-COLUMNS = 'start', 'lr', 'images', 'seed', 'epochs', 'seconds', 'train_loss', 'top1', 'test_top1'
 
 
 def factors(matrix: torch.Tensor, rank: int) -> Any:
@@ -83,10 +72,9 @@ def structured(model: Any, embed_gain: float = 18., gain: float = 7.) -> None:
 
 STARTS: Dict[str, Callable[[Any], Any]] = {
     'timm': lambda model: model,
-    'mimetic': mimetic,
     'structured': structured,
-    **{f'convolution, peak {peak}': partial(timm_cmhsa.start_as_convolution, peak=peak) for peak in PEAKS},
-    'convolution, K = 5': partial(timm_cmhsa.start_as_convolution, kernel_size=5),
+    'mimetic': mimetic,
+    'convolution, peak 0.35': partial(timm_cmhsa.start_as_convolution, peak=0.35),
 }
 
 
@@ -98,30 +86,11 @@ def vit_photos(pretrained: bool = False, start: str = 'timm', **kwargs: Any) -> 
     return model
 
 
-def do(start: str, lr: float, images: int, seed: int, epochs: int, data_dir: Path, output: Path) -> List[Any]:
-    """Train one run and return its line of the results."""
-    torch.set_num_threads(1)
-    with redirect_stdout(io.StringIO()):
-        results = train_two_phases(
-            photos(output, images, seed, data_dir, HELD_OUT), output=output / f'{start}-{lr}-{images}-{seed}-{epochs}',
-            model='vit_photos', model_kwargs={'start': start}, lr=lr, seed=seed, epochs=epochs, switch=1.)
-    loss = results['curves']['phase 1'][-1]['train_loss']
-    return [start, lr, images, seed, epochs, round(results['seconds']), f'{loss:.3f}', f'{results["top1"]:.2f}',
-            f'{results["test"]["phase 1"]:.2f}']
-
-
 def main() -> None:
-    parser = make_parser(__doc__, 'vit_starts', seeds=3)
-    add = parser.add_argument
-    add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
-    add('--epochs', type=positive_int, default=50, help='(default: %(default)s)')
-    add('--starts', nargs='+', choices=STARTS, default=list(STARTS), metavar='START', help='(default: all)')
-    add('--lrs', nargs='+', type=positive_float, default=[0.001, 0.0005, 0.002], metavar='LR', help='(%(default)s)')
-    add_queue(parser, 'vit_starts')
-    args = parser.parse_args()
-    runs = [(start, lr, args.images, seed, args.epochs)
-            for seed in range(args.seeds) for lr in args.lrs for start in args.starts]
-    run_queue(args, runs, do, COLUMNS, HELD_OUT)
+    args = make_run_parser(__doc__, 'vit_starts', seeds=3, photos=True).parse_args()
+    rows = {start: Run(start, 3000, dict(
+        model='vit_photos', model_kwargs=dict(start=start), img_size=32, epochs=50, lr=1e-3)) for start in STARTS}
+    show(accuracies(run_all(replicate(rows, args), args)), args.output / 'vit_starts.md')
 
 
 if __name__ == '__main__':

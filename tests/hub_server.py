@@ -49,7 +49,7 @@ class HubServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def reset(self):
-        self.repositories, self.requests, self.failures = {}, [], {}
+        self.repositories, self.failures = {}, {}
 
     def files(self, repo_id, revision='main'):
         repository = self.repositories[repo_id]
@@ -66,7 +66,6 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         path, self.query = unquote(url.path), parse_qs(url.query)
         self.body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
-        self.server.requests.append((self.command, path))
         try:
             for pattern, status in self.server.failures.items():
                 if re.search(pattern, path):

@@ -66,16 +66,6 @@ def test_output_and_gradients_are_those_of_the_equations(
         torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
 
 
-@both_tables
-def test_gradients_are_the_differences(rel_pos):
-    attn = random_attention(
-        4, (1, 2), num_heads=2, head_dim=3, qk_dim=2, rel_pos=rel_pos, dtype=torch.float64)
-    x = torch.randn(1, 2, 4, dtype=torch.float64, requires_grad=True)
-    names, parameters = zip(*attn.named_parameters())
-    assert torch.autograd.gradcheck(
-        lambda x, *parameters: torch.func.functional_call(attn, dict(zip(names, parameters)), x), (x, *parameters))
-
-
 @pytest.mark.parametrize(('dim', 'head_dim', 'qk_dim'), [
     (768, None, 64), (192, 200, 64), (768, 96, 32), (192, 48, 32), (192, 16, 16), (12, None, 12)])
 def test_default_width_of_queries_and_keys(dim, head_dim, qk_dim):
@@ -86,28 +76,6 @@ def test_default_width_of_queries_and_keys(dim, head_dim, qk_dim):
 
 
 @both
-def test_a_large_bias_of_the_zero_key_takes_all_weight(fused):
-    attn = random_attention(fused=fused)
-    nn.init.constant_(attn.rel_pos.zero_key_bias, 1e4)
-    torch.testing.assert_close(attn(torch.randn(2, 6, 12)), attn.proj.bias.expand(2, 6, 12))
-
-
-@both
-@both_tables
-def test_masked_keys_have_no_influence(fused, rel_pos):
-    attn, tokens = random_attention(fused=fused, rel_pos=rel_pos), torch.randn(1, 6, 12)
-    changed = tokens.clone()
-    changed[:, 4] += 1
-    mask = torch.ones(6, 6, dtype=torch.bool)
-    mask[:, 4] = False
-    for kwargs in (dict(attn_mask=mask), dict(is_causal=True)):
-        torch.testing.assert_close(attn(tokens, **kwargs)[:, :4], attn(changed, **kwargs)[:, :4])
-    assert not torch.allclose(attn(tokens)[:, :4], attn(changed)[:, :4])
-    nothing = attn(tokens, attn_mask=torch.zeros(6, 6, dtype=torch.bool))
-    torch.testing.assert_close(nothing, attn.proj.bias.expand(1, 6, 12))  # all weight is on the zero key
-
-
-@both
 def test_dropout(fused):
     tokens = torch.randn(16, 6, 8)
     attn = random_attention(8, fused=fused, num_heads=2, attn_drop=1.).train()
@@ -115,16 +83,6 @@ def test_dropout(fused):
     attn = random_attention(8, fused=fused, num_heads=2, proj_drop=1.).train()
     assert not attn(tokens).any()
     assert attn.eval()(tokens).all()
-
-
-@both
-def test_another_grid(fused):
-    attn = random_attention(fused=fused, num_heads=2).requires_grad_(False)
-    attn.set_grid_size((4, 4))
-    assert attn.grid_size == (4, 4)
-    assert not any(parameter.requires_grad for parameter in attn.parameters())
-    assert attn(torch.randn(1, 16, 12)).shape == (1, 16, 12)
-    assert attn(torch.randn(0, 16, 12)).shape == (0, 16, 12)
 
 
 def test_used_heads_are_those_that_reach_the_output():

@@ -72,24 +72,6 @@ def test_speed(run, tmp_path):
     assert 'other versions or other options: move it away first' in other.stderr
 
 
-@pytest.mark.slow
-def test_profile(run):
-    result = run('speed.py', '--batch-size', '1', '--profile', 'resnet50')
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith('resnet50:\n')
-    shares = {line.split()[1]: float(line.split('%')[0]) for line in result.stdout.splitlines() if '%' in line}
-    assert 50 < sum(shares.values()) <= 100.1
-    assert any('conv' in name for name in shares)
-
-
-@pytest.mark.slow
-def test_construction(run_here, capsys):
-    run_here('construction.py', '--repeats', '1')
-    rows = {row[0].strip(): row[1:] for row in (
-        line.strip('|').split('|') for line in capsys.readouterr().out.splitlines() if line.startswith('| '))}
-    assert all(rows[f'{kernel} x {kernel}'][3].endswith(' times the result ') for kernel in (3, 5))
-
-
 def run_gpu(folder, *arguments):
     command = [sys.executable, '-W', 'ignore', ROOT / 'benchmarks' / 'gpu.py', folder, *arguments]
     return subprocess.run(command, env={**os.environ, 'CUDA_VISIBLE_DEVICES': ''}, capture_output=True, text=True)
@@ -107,22 +89,17 @@ def test_gpu_in_its_quick_form(tmp_path):
     result = run_gpu(tmp_path, '--quick', '--minutes', '60')
     assert result.returncode == 0, result.stderr
     report = (tmp_path / 'report.md').read_text()
-    assert report.count(' | passed | ') == 4
-    assert '| cmhsa_conv_k3 |' in report
-    grids = [line for line in report.splitlines() if line.startswith('| 2 x 2 | ')]
-    assert len(grids) == 2
-    assert grids[0].count('1.00x') == 4
-    assert 'aten::addmm' in report
-    assert len(list(tmp_path.iterdir())) == 5
+    assert report.count(': passed\n') == 2
+    assert report.count('| cmhsa_conv_k3 |') >= 2
+    assert {path.name for path in tmp_path.iterdir()} == {'report.md', 'log.txt', 'cpu-bfloat16-batch1.json'}
 
 
 @pytest.mark.slow
 def test_gpu_goes_on_after_a_part_that_takes_too_long(tmp_path):
     result = run_gpu(tmp_path, '--quick', '--minutes', '0')
     assert result.returncode == 1
-    assert result.stderr.startswith('Failed: Tests, Speed, As the grid grows, Operators. See ')
-    parts = json.loads((tmp_path / 'gpu.json').read_text())['parts']
-    assert [part['status'] for part in parts.values()] == ['stopped'] * 4
+    assert result.stderr.startswith('Failed: Tests, Speed. See ')
+    assert (tmp_path / 'report.md').read_text().count(': stopped\n') == 2
 
 
 @pytest.mark.parametrize(('arguments', 'message'), [

@@ -19,14 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from timm_cmhsa import (
-    RelPosAttention,
-    attend_convs,
-    conv2d_to_attention,
-    convert_model,
-    patchify,
-    start_as_convolution,
-)
+from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_model, patchify, start_as_convolution
 
 DEVICE = os.environ.get('TORCH_DEVICE', 'cuda')
 pytestmark = pytest.mark.skipif(DEVICE == 'cuda' and not torch.cuda.is_available(), reason='needs a CUDA GPU')

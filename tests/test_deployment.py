@@ -22,7 +22,6 @@ FORMS = {
     'inference': ('test_cmhsa_attn', dict(hard_attn=True)),
 }
 all_forms = pytest.mark.parametrize('form', FORMS)
-attention = pytest.mark.parametrize('form', ['wide', 'soft'])
 both = pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
 
 
@@ -39,30 +38,17 @@ def create(form, fused=True, depth=2, **kwargs):
     return reparameterize_model(model) if form == 'inference' else model
 
 
-@all_forms
-@both
-def test_torchscript(form, fused):
-    model = create(form, fused)
-    images = images_for(model)
-    torch.testing.assert_close(torch.jit.script(model)(images), model(images), atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')  # checks of shapes become constants
 @all_forms
 @both
-def test_trace(form, fused):
+def test_torchscript_and_fx(form, fused):
     model = create(form, fused)
     images = images_for(model, 3)
-    torch.testing.assert_close(torch.jit.trace(model, images[:2])(images), model(images), atol=1e-5, rtol=1e-5)
-
-
-@all_forms
-@both
-def test_fx(form, fused):
-    model = create(form, fused)
-    images = images_for(model)
+    expected = model(images)
+    for scripted in (torch.jit.script(model), torch.jit.trace(model, images[:2])):
+        torch.testing.assert_close(scripted(images), expected, atol=1e-5, rtol=1e-5)
     outputs = create_feature_extractor(model, {'blocks.1': 'block', 'head': 'logits'})(images)
-    torch.testing.assert_close(outputs['logits'], model(images))
+    torch.testing.assert_close(outputs['logits'], expected)
     torch.testing.assert_close(outputs['block'], model.blocks(model.patch_embed(images)))
     torch.testing.assert_close(torch.fx.symbolic_trace(model.blocks[0])(outputs['block']),
                                model.blocks[0](outputs['block']))
@@ -161,12 +147,3 @@ def test_quantized_weights(form):
         warnings.simplefilter('ignore')  # that there is a newer way to quantize
         quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
     assert 0 < max_error(model(images), quantized(images)) < 0.1
-
-
-@attention
-def test_fused_and_unfused_models_agree(form):
-    fused, unfused = create(form), create(form, fused=False)
-    unfused.load_state_dict(fused.state_dict())
-    images = images_for(fused)
-    assert [model.blocks[0].attn.fused_attn for model in (fused, unfused)] == [True, False]
-    torch.testing.assert_close(unfused(images), fused(images), atol=1e-5, rtol=1e-5)

@@ -9,7 +9,7 @@ import pytest
 import timm
 import torch
 import yaml
-from recipes import DEFAULT_RATES, Machine, epochs_done, search_rates, train
+from table1_cifar100 import DEFAULT_RATES, Machine, epochs_done, search_rates, train
 from timm.optim import create_optimizer_v2
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -132,7 +132,7 @@ def test_train_resumes_what_is_unfinished_and_leaves_what_is_done(clone):
 
 @pytest.mark.slow
 def test_search_finds_the_best_rate_of_every_phase(clone, monkeypatch):
-    monkeypatch.setattr('recipes.PAPER_RATES', ((1e-4, 5e-4), (3e-5, 7e-5)))
+    monkeypatch.setattr('table1_cifar100.PAPER_RATES', ((1e-4, 5e-4), (3e-5, 7e-5)))
     machine = Machine(clone, 1, [], clone / 'output')
     assert search_rates(machine, ('cmhsa_conv_k3', 'cmhsa_attn'), 1) == (5e-4, 3e-5)
     assert len(list((clone / 'output').glob('cmhsa_attn-*'))) == 2

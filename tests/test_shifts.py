@@ -290,13 +290,6 @@ def test_a_model_that_is_no_longer_hard_is_saved_as_attention(tmp_path):
         assert torch.equal(loaded(IMAGES), model(IMAGES))
 
 
-def test_a_model_with_one_layer_for_inference_is_not_saved(tmp_path):
-    model = converted()
-    nn.init.normal_(model.blocks[0].attn.qkv.weight)
-    with pytest.raises(ValueError, match='use its source'):
-        Checkpoint.of(reparameterize_model(model)).write(tmp_path / 'model')
-
-
 def test_loading_as_shifts(tmp_path):
     source = converted()
     Checkpoint.of(source).write(tmp_path / 'model')

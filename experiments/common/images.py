@@ -2,13 +2,13 @@
 import random
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterable, List, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from torchvision.datasets import CIFAR10, ImageFolder
 
 from timm_cmhsa.train.data import CANVAS as CANVAS, DIGIT as DIGIT, write_digits
 
-NUM_VALIDATION, NUM_TEST, MIN_TRAIN, MAX_TRAIN = 300, 597, 60, 900  # digits
+NUM_VALIDATION, NUM_TEST = 300, 597  # digits
 BATCH_SIZE = 20
 OPTIONS: Dict[str, Any] = dict(batch_size=BATCH_SIZE, mixup=0., cutmix=0., no_flip=True, no_amp=True)  # of all digits
 
@@ -32,42 +32,33 @@ def photos(root: Path, num_train: int, seed: int, data_dir: Path, num_held_out: 
         seed: Chooses training and held-out images.
         data_dir: Has the folders train/CLASS and validation/CLASS, or is where torchvision keeps CIFAR-10.
         num_held_out: Number of further images of the training set, for validation.
+
+    Raises:
+        ValueError: If there are too few images.
     """
     def write(folder: Path) -> None:
-        for split, (dataset, indices) in sample_photos(data_dir, num_train, seed, num_held_out).items():
+        chosen: Dict[str, Tuple[Any, Sequence[int]]]
+        train, test = open_split(data_dir, 'train'), open_split(data_dir, 'validation')
+        by_class: Dict[int, List[int]] = {}
+        for index, target in enumerate(train.targets):
+            by_class.setdefault(target, []).append(index)
+        first, others = num_train // len(by_class), num_held_out // len(by_class)
+        fewest = min(map(len, by_class.values()))
+        if fewest < first + others or not first or not others:
+            raise ValueError(f'{data_dir} has {fewest} training images of a class, where {first} to train on and '
+                             f'{others} to hold out were asked for: choose other numbers.')
+        rng = random.Random(seed)
+        samples = [rng.sample(indices, first + others) for indices in by_class.values()]
+        chosen = {'train': (train, [index for sample in samples for index in sample[:first]]),
+                  'validation': (train, [index for sample in samples for index in sample[first:]]),
+                  'test': (test, range(len(test)))}
+        for split, (dataset, indices) in chosen.items():
             for index in indices:
                 image, target = dataset[index]
                 path = folder / split / dataset.classes[target] / f'{index:05}.png'
                 path.parent.mkdir(parents=True, exist_ok=True)
                 image.save(path)
-    name = f'{data_dir.resolve().name}-{num_train}-{num_held_out}-seed{seed}'
-    return written(root / 'images' / name, write)
-
-
-def sample_photos(
-        data_dir: Path, num_train: int, seed: int, num_held_out: int) -> Dict[str, Tuple[Any, Iterable[int]]]:
-    """Return the dataset and the indices of every split, see `photos`.
-
-    Raises:
-        ValueError: If there are too few images.
-    """
-    train, test = open_split(data_dir, 'train'), open_split(data_dir, 'validation')
-    by_class: Dict[int, List[int]] = {}
-    for index, target in enumerate(train.targets):
-        by_class.setdefault(target, []).append(index)
-    per_class, held_out_per_class = num_train // len(by_class), num_held_out // len(by_class)
-    fewest = min(map(len, by_class.values()))
-    if fewest < per_class + held_out_per_class or not per_class or not held_out_per_class:
-        raise ValueError(
-            f'{data_dir} has {fewest} training images of a class, where {per_class} to train on and '
-            f'{held_out_per_class} to hold out were asked for: choose other numbers.')
-    rng = random.Random(seed)
-    samples = [rng.sample(indices, per_class + held_out_per_class) for indices in by_class.values()]
-    return {
-        'train': (train, [index for sample in samples for index in sample[:per_class]]),
-        'validation': (train, [index for sample in samples for index in sample[per_class:]]),
-        'test': (test, range(len(test))),
-    }
+    return written(root / 'images' / f'{data_dir.resolve().name}-{num_train}-{num_held_out}-seed{seed}', write)
 
 
 def open_split(data_dir: Path, split: str) -> Any:

@@ -3,8 +3,6 @@ import argparse
 import os
 from pathlib import Path
 
-from .images import MAX_TRAIN, MIN_TRAIN
-
 
 def make_parser(description: str, name: str, seeds: int) -> argparse.ArgumentParser:
     """Return a parser with the number of seeds and the output folder, which is named after the experiment."""
@@ -15,31 +13,18 @@ def make_parser(description: str, name: str, seeds: int) -> argparse.ArgumentPar
     return parser
 
 
-def add_queue(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add images, the file of results, which is named after the experiment, and the number of runs at a time."""
+def make_run_parser(description: str, name: str, seeds: int, photos: bool = False) -> argparse.ArgumentParser:
+    """Return a parser with the options of `runs.py` too; `photos` need a folder."""
+    parser = make_parser(description, name, seeds)
     add = parser.add_argument
-    add('--data-dir', type=Path, required=True, help='images')
-    add('--results', type=Path, default=Path(f'benchmarks/{name}.csv'), help='(default: %(default)s)')
+    if photos:
+        add('--data-dir', type=Path, required=True,
+            help='train/CLASS and validation/CLASS with images, or where torchvision keeps CIFAR-10')
+        add('--rows', nargs='+', default=['*'], metavar='TITLE', help='rows of these titles only; * is any text')
+    add('--results', type=Path, help='file with a line for each run (default: results.jsonl in the output folder)')
     add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: %(default)s)')
-
-
-def add_repeats(parser: argparse.ArgumentParser, default: int) -> None:
-    """Add how often a training step is timed."""
-    parser.add_argument(
-        '--repeats', type=positive_int, default=default, help='timed steps of every model (default: %(default)s)')
-
-
-def add_num_train(parser: argparse.ArgumentParser) -> None:
-    """Add the number of digits to train on."""
-    parser.add_argument(
-        '--num-train', type=num_digits, default=400, help='number of training images (default: %(default)s)')
-
-
-def num_digits(text: str) -> int:
-    """Read a number of digits: all ten must be among them, and some be left."""
-    if not MIN_TRAIN <= int(text) <= MAX_TRAIN:
-        raise argparse.ArgumentTypeError(f'{text} is not between {MIN_TRAIN} and {MAX_TRAIN}')
-    return int(text)
+    add('--quick', action='store_true', help='two epochs of 100 images: is this script in order?')
+    return parser
 
 
 def positive_int(text: str) -> int:
@@ -47,10 +32,3 @@ def positive_int(text: str) -> int:
     if int(text) < 1:
         raise argparse.ArgumentTypeError(f'{text} is not positive')
     return int(text)
-
-
-def positive_float(text: str) -> float:
-    """Read a number above 0."""
-    if not float(text) > 0:
-        raise argparse.ArgumentTypeError(f'{text} is not positive')
-    return float(text)

@@ -1,16 +1,23 @@
 """Tables, plots and files of results."""
 import statistics
 from pathlib import Path
-from typing import Any, Iterable, List, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Tuple
 
+import scipy.stats
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
-def spread(values: Sequence[float], digits: int = 1) -> str:
+def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation; a single value is returned alone."""
-    mean = f'{statistics.mean(values):.{digits}f}'
-    return f'{mean} ± {statistics.stdev(values):.{digits}f}' if len(values) > 1 else mean
+    mean = f'{statistics.mean(values):.1f}'
+    return f'{mean} ± {statistics.stdev(values):.1f}' if len(values) > 1 else mean
+
+
+def half_interval(differences: Sequence[float]) -> float:
+    """Return half of the 95 % interval of the mean of paired differences, three or more (Student's t)."""
+    number = len(differences)
+    return scipy.stats.t.ppf(0.975, number - 1) * statistics.stdev(differences) / number ** 0.5
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -18,6 +25,18 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [f'| {" | ".join(head)} |', '|---|' + '---:|' * (len(head) - 1)]
     lines += [f'| {" | ".join(row)} |' for row in rows]
     return '\n'.join(lines) + '\n'
+
+
+def accuracies(results: Mapping[str, Sequence[Dict[str, Any]]]) -> str:
+    """Return a table of runs on photos: sizes, times and accuracies, also right after the rewrite."""
+    rows = [[
+        title, f'{first["params"]:.2f} M', str(first['epochs']), f'{first["lr"]:g}', '-'
+        if first['converted']['top1'] is None else spread([each['converted']['top1'] for each in (first, *others)]),
+        f'{statistics.mean(each["seconds"] for each in (first, *others)) / 60:.0f} min',
+        *(spread([each[split]['top1'] for each in (first, *others)]) for split in ('held_out', 'test')),
+    ] for title, (first, *others) in results.items()]
+    head = ['', 'parameters', 'epochs', 'learning rate', 'rewritten', 'time', 'held-out images', 'test images']
+    return markdown_table(head, rows) + seeds_note(len(next(iter(results.values()))))
 
 
 def seeds_note(num_seeds: int) -> str:
@@ -46,3 +65,9 @@ def write_whole(path: Path, text: str) -> None:
     partial = path.with_suffix('.partial')
     partial.write_text(text)
     partial.replace(path)
+
+
+def show(table: str, path: Path) -> None:
+    """Print a table, and write it."""
+    write_whole(path, table)
+    print(table)

@@ -1,15 +1,21 @@
 """Many trainings, side by side. Each is done once, has a line in a file of results, and goes on where it was stopped.
 
 A run is known by its title, epochs, number of images, learning rates and seed. Whatever else differs, such as the model
-or the data, needs another title or another output folder. The test images choose nothing: learning rates are chosen on
-the validation images.
+or the data, needs another title or another output folder. The test images choose nothing: learning rates are those that
+were the best of a few on the validation images.
 """
+import fnmatch
 import io
 import json
 import os
+import signal
 import statistics
-from concurrent.futures import as_completed
+import threading
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stdout
+from functools import partial
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from typing import Any, Callable, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
@@ -26,13 +32,12 @@ from timm_cmhsa.models import Cmhsa
 from timm_cmhsa.rel_pos import RelPosTable
 from timm_cmhsa.train import create_model, train_two_phases
 
-from .images import digits
-from .pool import make_pool
+from .images import digits, photos
 from .report import write_whole
 from .timing import processor
 
 VERSIONS = {module.__name__: module.__version__ for module in (torch, torchvision, timm, timm_cmhsa)}
-RESULTS = 'results.jsonl'  # in the output folder
+NUM_HELD_OUT = 1000  # photos
 NUM_LOOKED_AT, LOOKS = 64, ('best_weight', 'distance', 'entropy')  # images, and what is measured in them
 
 Key = TypeVar('Key', bound=Hashable)
@@ -41,15 +46,15 @@ Results = Dict[str, Result]  # by the key of a run
 
 
 class Run(NamedTuple):
-    """A call of `train_two_phases`: one model from a random start, or phase 2 after what another run trained."""
+    """A call of `train_two_phases`: a model from a random start, or phase 2 after what another run trained."""
     title: str
     num_train: int
-    seed: int
-    options: Dict[str, Any]  # of this phase, with model, epochs and lr
-    data: Callable[[Path, int, int], Path] = digits  # the images, given the output folder, a number and a seed
+    options: Dict[str, Any]  # of this phase, with model, img_size, epochs and lr
     after: Optional['Run'] = None
-    rewrite: Optional[Callable[[Any], nn.Module]] = None  # of the model of `after`
+    rewrite: Optional[Callable[[Any], nn.Module]] = None  # of the model of phase 1
     curves: Tuple[str, ...] = ()  # measures to keep of all epochs
+    data: Callable[[Path, int, int], Path] = digits  # the images, given the output folder, a number and a seed
+    seed: int = 0
 
     @property
     def key(self) -> str:
@@ -58,18 +63,25 @@ class Run(NamedTuple):
             f'{each["lr"]:g}' for each in phases)
         return f'{self.title} | {epochs} epochs | {self.num_train} images | lr {rates} | seed {self.seed}'
 
+    def change(self, options: Mapping[str, Any] = {}, **changes: Any) -> 'Run':
+        """Return this run and the one before it with other options."""
+        return self._replace(options={**self.options, **options}, **changes,
+                             after=self.after and self.after.change(options, **changes))
+
     def folder(self, output: Path) -> Path:
-        return output / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
+        return output / 'runs' / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
 
     def checkpoint(self, output: Path) -> Path:
         """Return where the last checkpoint of this run is."""
         return self.folder(output) / 'checkpoints' / f'phase{1 if self.after is None else 2}.pth.tar'
 
+    def images(self, output: Path) -> Path:
+        return self.data(output, self.num_train, self.seed)
+
     def call(self, output: Path) -> Dict[str, Any]:
         """Return the options of `train_two_phases`. Phases have schedules of their own, so that runs can share one."""
-        options = dict(
-            self.options, data_dir=self.data(output, self.num_train, self.seed), output=self.folder(output),
-            seed=self.seed, switch=1)
+        options = {'switch': 1, **self.options, 'data_dir': self.images(output), 'output': self.folder(output),
+                   'seed': self.seed}
         if self.after is not None:
             first, epochs = self.after.options, self.options['epochs']
             options = {
@@ -79,66 +91,73 @@ class Run(NamedTuple):
         return options
 
 
-def best_rates(candidates: Mapping[str, Mapping[float, List[Run]]], output: Path, **options: Any) -> Dict[str, float]:
-    """Choose for every title the learning rate with the best accuracy on validation images.
-
-    Args:
-        candidates: Runs by title and learning rate; their mean counts. Where there is only one rate, nothing is run.
-        output, options: See `run_all`.
-    """
-    tried = {(title, rate): runs for title, by_rate in candidates.items() if len(by_rate) > 1
-             for rate, runs in by_rate.items()}
-    results = run_all(tried, output, 'learning rates', **options)
-    accuracies = {pair: statistics.mean(top1(each, 'held_out')) for pair, each in results.items()}
-    for (title, rate), accuracy in accuracies.items():
-        print(f'{title}, learning rate {rate:g}: {accuracy:.1f} %')
-    return {title: max(by_rate, key=lambda rate: accuracies.get((title, rate), 0.))
-            for title, by_rate in candidates.items()}
+def replicate(rows: Mapping[Key, Run], args: Namespace) -> Dict[Key, List[Run]]:
+    """Return the runs of all seeds, of the rows that `args` asks for."""
+    wanted = getattr(args, 'rows', ['*'])
+    chosen = {key: run for key, run in rows.items() if any(fnmatch.fnmatch(run.title, each) for each in wanted)}
+    if not chosen:
+        titles = ', '.join(repr(run.title) for run in rows.values())
+        raise SystemExit(f'No row is called {wanted}: choose from {titles}, or a part of a title with *.')
+    changes: Dict[str, Any] = dict(num_train=100, options=dict(epochs=2)) if args.quick else {}
+    if 'data_dir' in args:
+        changes['data'] = partial(photos, data_dir=args.data_dir, num_held_out=10 if args.quick else NUM_HELD_OUT)
+    return {key: [run.change(**changes, seed=seed) for seed in range(args.seeds)] for key, run in chosen.items()}
 
 
-def run_all(
-        runs: Mapping[Key, Sequence[Run]],
-        output: Path,
-        title: str,
-        path: Optional[Path] = None,
-        workers: Optional[int] = None,
-) -> Dict[Key, List[Result]]:
-    """Return the results of runs, under the keys of the mapping. Do those that are not done yet.
+def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, List[Result]]:
+    """Return the results of runs, under the keys of the mapping. Do those that have no line in `args.results` yet.
 
     Only one process at a time may work in an output folder.
-
-    Args:
-        runs: Lists of runs by any keys.
-        output: Folder of the trainings.
-        title: What is shown while they run.
-        path: File of results, by default in the output folder.
-        workers: Number of runs at a time, by default one to a core.
     """
-    path = path or output / RESULTS
+    output, path = args.output, args.results or args.output / 'results.jsonl'
     results = read_results(path)
     todo = {run.key: run for each in runs.values() for run in each if run.key not in results}
     first = {run.after.key: run.after for run in todo.values() if run.after is not None}
     first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output).exists()}
-    if todo:
+    try:
         for run in (*first.values(), *todo.values()):
-            run.data(output, run.num_train, run.seed)  # here, as runs share their images
-        with make_pool(min(workers or os.cpu_count() or 1, len(todo))) as pool:
+            run.images(output)  # here, as runs share them
+    except ValueError as e:
+        raise SystemExit(str(e)) from e
+    os.environ['TQDM_DISABLE'] = '1'  # read when a worker imports tqdm
+    method = 'forkserver' if os.name == 'posix' else 'spawn'
+    with ProcessPoolExecutor(args.workers, get_context(method), end_with_parent) as pool:
+        try:
             for batch in (first, {key: run for key, run in todo.items() if key not in first}):
                 futures = [pool.submit(do, run, output) for run in batch.values()]
-                for future in tqdm(as_completed(futures), title, total=len(futures)):
+                for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=not futures):
                     result = future.result()
                     results[result['run']] = result
                     write_whole(path, ''.join(f'{json.dumps(results[key])}\n' for key in sorted(results)))
+        except BaseException as e:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in active_children():
+                process.terminate()
+            if isinstance(e, KeyboardInterrupt):
+                raise SystemExit('\nStopped. The same command goes on from here.') from None
+            raise
     return {key: [results[run.key] for run in each] for key, each in runs.items()}
 
 
+def end_with_parent() -> None:
+    """End this process when the one that started it is killed: two of a kind would write to the same checkpoints."""
+    def wait() -> None:
+        parent = parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends the others
+    tqdm.set_lock(threading.RLock())  # its own, between processes, would be left behind
+    threading.Thread(target=wait, daemon=True).start()
+
+
 def read_results(path: Path) -> Results:
-    """Return the results of a file, none if there is none yet. Raises ValueError if it holds anything else."""
+    """Return the results of a file, none if there is none yet. End the program if it holds anything else."""
     try:
         lines = path.read_text().splitlines() if path.exists() else []
         return {result['run']: result for result in map(json.loads, lines)}
     except (KeyError, TypeError, ValueError):
-        raise ValueError(f'{path} is not a file of results: give another one') from None
+        raise SystemExit(f'{path} is not a file of results: give another one.') from None
 
 
 def top1(results: Sequence[Result], when: str = 'test') -> List[float]:
@@ -151,24 +170,24 @@ def do(run: Run, output: Path) -> Result:
     torch.set_num_threads(1)
     with redirect_stdout(io.StringIO()):  # only tables are shown
         results, before, after = train(run, output)
-    phase, earlier = 'phase 1', dict(epoch=0, seconds=0.)
-    if run.after is not None:
-        phase, earlier = 'phase 2', results['curves']['phase 1'][-1]
-    history = results['curves'][phase]
-    images = run.data(output, run.num_train, run.seed) / 'validation'
+    history = results['curves'].get('phase 2', results['curves']['phase 1'])
+    earlier = dict(epoch=0, seconds=0.) if run.after is None else results['curves']['phase 1'][-1]
+    images = run.images(output) / 'validation'
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     dtype = results['options']['amp_dtype']
     return rounded(dict(
         run=run.key,
         title=run.title,
         after=run.after and run.after.key,
+        num_train=run.num_train,
         seed=run.seed,
         epochs=run.options['epochs'],
         lr=run.options['lr'],
         params=results['parameters'] / 1e6,
+        converted={'top1': results['converted_top1']},  # held-out images
         before={'top1': results['test'].get('converted')},
         held_out={'top1': results['top1']},
-        test={'top1': results['test'][phase]},
+        test={'top1': results['test'].get('phase 2', results['test']['phase 1'])},
         train_loss=history[-1]['train_loss'],
         seconds=history[-1]['seconds'] - earlier['seconds'],
         looks={'before': look(before, images), 'after': look(after, images)},
@@ -185,33 +204,29 @@ def train(run: Run, output: Path) -> Tuple[Dict[str, Any], Optional[nn.Module], 
     """Train one run. Return its results, and the model of the last phase before and after, if it has attention."""
     call = run.call(output)
     models: List[nn.Module] = []
-    if run.after is None:
-        results, model = train_two_phases(**call), create(run)
-        is_ours = isinstance(model, Cmhsa)
-        return (results, model, load_model(call['output'] / 'model')) if is_ours else (results, None, None)
-    share_phase1(run.after.checkpoint(output), call['output'] / 'checkpoints')
 
     def rewrite(model: nn.Module) -> nn.Module:
         assert run.rewrite is not None
         models.append(run.rewrite(model.eval()))
         return models[-1]
 
+    if run.after is None:
+        results = train_two_phases(rewrite=rewrite if run.rewrite else None, **call)
+        is_one_phase = isinstance(model := create(run), Cmhsa) and 'phase 2' not in results['curves']
+        return (results, model, load_model(call['output'] / 'model')) if is_one_phase else (results, None, None)
+    link, phase1 = call['output'] / 'checkpoints' / 'phase1.pth.tar', run.after.checkpoint(output)
+    link.parent.mkdir(parents=True, exist_ok=True)
+    if not link.is_symlink():
+        link.symlink_to(os.path.relpath(phase1, link.parent))
     results = train_two_phases(rewrite=rewrite, **call)
     return results, models[-2], models[-1]  # it judges the first, and trains the second
-
-
-def share_phase1(checkpoint: Path, folder: Path) -> None:
-    """Let a run begin with the phase 1 of another."""
-    folder.mkdir(parents=True, exist_ok=True)
-    link = folder / checkpoint.name
-    if not link.is_symlink():
-        link.symlink_to(os.path.relpath(checkpoint, folder))
 
 
 def create(run: Run) -> nn.Module:
     """Create the model that a run begins with, with its first weights."""
     options = (run.after or run).options
-    return create_model(options['model'], options['img_size'], run.seed, num_classes=10, **options['model_kwargs'])
+    return create_model(
+        options['model'], options['img_size'], run.seed, num_classes=10, **options.get('model_kwargs', {}))
 
 
 def tables(model: Optional[nn.Module]) -> List[Any]:

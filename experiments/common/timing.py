@@ -11,7 +11,7 @@ from timm.optim import create_optimizer_v2
 from torch import nn
 
 
-def step_seconds(models: Dict[str, nn.Module], images: torch.Tensor, repeats: int) -> Dict[str, float]:
+def step_seconds(models: Dict[str, nn.Module], images: torch.Tensor, repeats: int = 5) -> Dict[str, float]:
     """Measure the median time of a training step of every model.
 
     The models take turns, so that a drift of the machine meets all alike.
