@@ -81,6 +81,9 @@ def test_results(finished):
     assert lead == pytest.approx(results['top1'] - results['compare']['test_resnet'])
     assert f'the same validation images, in points, with its paired 95 % interval: {lead:+.2f}' in text
     assert all(line in text for line in results['chosen'])
+    shown = {}
+    exec(re.search('```python\n(.*?)```', text, re.S)[1], shown)  # how to load the model
+    assert_same(shown['model'].state_dict(), timm_cmhsa.load_model(output / 'model').state_dict())
 
 
 @pytest.mark.parametrize(('number', 'most'), [(30, 1), (2000, 0.98)])
