@@ -1,13 +1,18 @@
 """Images of a folder: which are found, and how they are read."""
+import struct
+import zlib
+
+import numpy as np
 import pytest
 import timm
 from PIL import Image
 
 import timm_cmhsa
-from timm_cmhsa.images import find_images, read_folder
+from timm_cmhsa.images import find_images, load_image, read_folder
 
 NAMES = ['a.png', 'b/c.JPG', 'b/d.png']
-HIDDEN = ['._a.png', '.ipynb_checkpoints/a-checkpoint.png', '__MACOSX/._a.png', 'b/.cache/e.png']
+HIDDEN = ['._a.png', '.ipynb_checkpoints/a-checkpoint.png', '__MACOSX/._a.png', 'b/.cache/e.png',
+          '@eaDir/a.png/SYNOFILE_THUMB_M.png', 'b/lost+found/f.png']
 
 
 @pytest.fixture
@@ -36,3 +41,52 @@ def test_hidden_images_are_not_found(folder, model, caplog):
 def test_no_images_cannot_be_asked_for(count, folder, model):
     with pytest.raises(timm_cmhsa.CheckpointError, match=f'^{count} images of .* were asked for: ask for 1 or more.$'):
         read_folder(folder, model, count)
+
+
+def transparent(form):
+    """Return a black image, of which all but the upper half is transparent."""
+    alpha = Image.new('L', (8, 8))
+    alpha.paste(255, (0, 0, 8, 4))
+    image = Image.new('RGBA', (8, 8))
+    image.putalpha(alpha)
+    if form == 'LA':
+        return image.convert('LA'), {}
+    if form in ('P', 'GIF'):
+        indices = Image.fromarray((np.asarray(alpha) == 0).astype(np.uint8)).convert('P')
+        indices.putpalette([0, 0, 0] * 256)
+        return indices, {'transparency': 1}
+    if form == 'RGB':  # with a transparent colour
+        return Image.fromarray(np.where(np.asarray(alpha)[..., None] > 0, 0, [0, 0, 9]).astype(np.uint8)), {
+            'transparency': (0, 0, 9)}
+    return image, {'lossless': True} if form == 'WEBP' else {}
+
+
+@pytest.mark.parametrize('form', ['RGBA', 'LA', 'P', 'RGB', 'GIF', 'WEBP'])
+@pytest.mark.parametrize('mode', ['RGB', 'L'])
+def test_what_is_transparent_is_white(form, mode, tmp_path):
+    """As viewers show it; the colour under it is black."""
+    image, options = transparent(form)
+    path = tmp_path / f'a.{form.lower() if form in ("GIF", "WEBP") else "png"}'
+    image.save(path, **options)
+    with Image.open(path) as saved:
+        assert saved.has_transparency_data
+    pixels = np.asarray(load_image(path, mode))
+    assert (pixels[:4] == 0).all()
+    assert (pixels[4:] == 255).all()
+
+
+def write_png_of_16_bits(path, colour_type, channels):
+    rows = b''.join(b'\0' + struct.pack('>H', 4095) * channels * 4 for _ in range(4))
+    chunks = (b'IHDR', struct.pack('>IIBBBBB', 4, 4, 16, colour_type, 0, 0, 0)), (b'IDAT', zlib.compress(rows)), (
+        b'IEND', b'')
+    path.write_bytes(b'\x89PNG\r\n\x1a\n' + b''.join(
+        struct.pack('>I', len(data)) + kind + data + struct.pack('>I', zlib.crc32(kind + data))
+        for kind, data in chunks))
+
+
+@pytest.mark.parametrize(('colour_type', 'channels'), [(0, 1), (2, 3), (4, 2), (6, 4)])
+def test_more_than_8_bits_are_refused(colour_type, channels, tmp_path):
+    """12-bit values in a PNG of 16 bits would become 0 to 15 of 255."""
+    write_png_of_16_bits(tmp_path / 'a.png', colour_type, channels)
+    with pytest.raises(ValueError, match='more than 8 bits per channel'):
+        load_image(tmp_path / 'a.png')

@@ -19,7 +19,8 @@ from timm_cmhsa.images import image_reader, load_image
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
-from timm_cmhsa.train.report import draw_curves, paired_interval
+from timm_cmhsa.train.report import draw_curves, paired_interval, write_report
+from timm_cmhsa.train.trainer import Judged
 
 CLASSES = 'cat', 'dog', 'owl'
 SIDE = 32
@@ -561,6 +562,11 @@ def all_broken(root):
         path.write_bytes(b'no image')
 
 
+def two_of_one_name(root):
+    for name in ('caf\u00e9', 'cafe\u0301'):
+        shutil.copytree(root / 'train' / 'cat', root / 'train' / name)
+
+
 def missing(root):
     shutil.rmtree(root)
 
@@ -580,6 +586,8 @@ def missing(root):
     (None, dict(model='nonsense'), 'nonsense is not a model of timm'),
     (None, dict(model='resnet18'), 'got ResNet. --switch 1 trains resnet18 alone'),
     (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
+    (None, dict(model_kwargs=dict(in_chans=4)), 'Images have 1 or 3 channels, but the model takes 4'),
+    (two_of_one_name, {}, 'has two folders of the same name, such as caf'),
     (None, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
     (None, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
     (None, dict(start='convolution'), 'is for a ViT of timm: add --model'),
@@ -619,6 +627,29 @@ def test_the_command_prints_one_line(options, message, tmp_path):
     assert result.returncode == 2
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
+
+
+def test_names_are_text(tmp_path):
+    """Also for matplotlib, in another form of Unicode, and in no Unicode at all."""
+    names = ['$', '$$', 'a_b^c\\%', 'caf\u00e9', os.fsdecode(b'caf\xe9')]
+    for split in ('train', 'validation'):
+        for label, name in enumerate(names):
+            name = name.replace('\u00e9', 'e\u0301') if split == 'train' else name
+            for i in range(2):
+                write_image(tmp_path / 'images' / split / name / f'{i} $.png', seed=10 * label + i)
+    results = train_two_phases(tmp_path / 'images', output=tmp_path / 'out', **OPTIONS)
+    assert results['num_train'] == 10
+    assert {'results.md', 'curves.png', 'attention.png', 'confusion.png'} <= set(os.listdir(tmp_path / 'out'))
+    labels = json.loads((tmp_path / 'out' / 'model' / 'config.json').read_text())['label_names']
+    assert labels == ['$', '$$', 'a_b^c\\%', 'caf\u00e9', 'caf\ufffd']
+
+
+def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
+    final = Judged('phase 1', None, {'validation': (torch.zeros(2, 3), torch.zeros(2).long())})
+    write_report(tmp_path, finished[1], [], final, {'x': torch.nn.Identity()}, None)
+    assert 'confusion.png cannot be drawn' in capsys.readouterr().out
+    assert json.loads((tmp_path / 'results.json').read_text()) == finished[1]
+    assert '![curves.png]' in (tmp_path / 'results.md').read_text()
 
 
 def test_a_folder_with_other_results_is_left_as_it_is(photos, tmp_path):

@@ -1,5 +1,6 @@
 """The commands `convert_checkpoint` and `plot_attention`: options, exit codes and one-line errors."""
 import argparse
+import io
 import re
 import shlex
 import signal
@@ -78,6 +79,9 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
 
 def run_command(prog: str, command: Callable[[], Any]) -> int:
     """Run a command and return its exit code. If it fails or is stopped, print the reason in one line."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors='backslashreplace')  # names may have letters that a console has not
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # temporary files are removed then
     try:
         command()

@@ -19,6 +19,7 @@ from .files import PathLike
 _logger = logging.getLogger(__name__)
 
 NUM_NOISE_IMAGES = 8
+SYSTEM_FOLDERS = '__MACOSX', '@eaDir', '$RECYCLE.BIN', 'System Volume Information', 'lost+found'
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM')  # Pillow runs external programs for some others
 
 
@@ -62,7 +63,7 @@ def evenly_spaced(total: int, count: int) -> List[int]:
 
 
 def is_hidden(name: str) -> bool:
-    return name.startswith('.') or name == '__MACOSX'
+    return name.startswith('.') or name in SYSTEM_FOLDERS
 
 
 def find_images(root: Path) -> List[Path]:
@@ -111,17 +112,27 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
 def open_image(file: PathLike) -> Iterator[Image.Image]:
     """Open an image file, and refuse one that 8 bits cannot hold. Pillow refuses more than 179 megapixels."""
     with Image.open(file, formats=FORMATS) as image:
-        if image.mode[0] in 'IF':  # Pillow would clip the values
+        # Pillow would clip gray values, and drop the low byte of colours
+        if image.mode[0] in 'IF' or any(';16' in str(tile[3]) for tile in image.tile):
             raise ValueError('it has more than 8 bits per channel: convert it')
         yield image
 
 
 def load_image(file: PathLike, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
-    """Return a photo, upright. A large JPEG file is decoded smaller, to no less than `side`, which is faster."""
+    """Return an image `as_seen`. A large JPEG file is decoded smaller, to no less than `side`, which is faster."""
     with open_image(file) as image:
         if side is not None:
             image.draft('RGB', (side, side))
-        return ImageOps.exif_transpose(image).convert(mode)
+        return as_seen(image, mode)
+
+
+def as_seen(image: Image.Image, mode: str = 'RGB') -> Image.Image:
+    """Return an image as viewers show it: upright, with white where it is transparent."""
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert('RGBA')
+        image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)
+    return image.convert(mode)
 
 
 def image_reader(model: nn.Module) -> Callable[[Path], torch.Tensor]:

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from torch import nn
 
@@ -25,6 +26,7 @@ NUM_PAGE_IMAGES = 4
 History = Dict[str, Dict[str, Any]]  # by title of the checkpoint, then by name of the layer
 
 
+@rc_context({'text.parse_math': False})  # names are text
 def plot_attention(
         source: Union[nn.Module, PathLike, Sequence[PathLike]],
         output: PathLike,

@@ -1,7 +1,9 @@
 """Images to train on: found and looked at first, and then, by the options chosen for them, prepared by loaders."""
 import argparse
 import hashlib
+import os
 import sys
+import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from torchvision.transforms import Compose, InterpolationMode, RandomCrop, Rando
 from tqdm import tqdm
 
 from ..errors import one_line
-from ..images import evenly_spaced, find_images, is_hidden, is_image, load_image
+from ..images import as_seen, evenly_spaced, find_images, is_hidden, is_image, load_image
 
 VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
@@ -66,6 +68,8 @@ class Prepared(Dataset):
 def make_loaders(images: Images, args: argparse.Namespace, config: Mapping[str, Any]) -> Loaders:
     """Return loaders that prepare images for a model (`data_config`), by the complete options of the command."""
     in_chans, size, is_cuda = config['input_size'][0], args.img_size, torch.device(args.device).type == 'cuda'
+    if in_chans not in (1, 3):
+        raise ValueError(f'Images have 1 or 3 channels, but the model takes {in_chans}: leave in_chans out.')
     pixels: Dict[str, Any] = dict(
         input_size=(in_chans, size, size), mean=config['mean'], std=config['std'],
         interpolation=config['interpolation'], use_prefetcher=is_cuda)
@@ -128,10 +132,10 @@ def open_folder(root: Path) -> Images:
     held_out = next((parts[name] for name in VALIDATION_NAMES if name in parts), None)
     tests, root = parts.get('test'), parts.get('train', root)
     notes: List[str] = []
-    names, train = _classes(root), _read(root, notes)
+    names, train = list(_classes(root)), _read(root, notes)
     if held_out is not None:
         validation = _read(held_out, notes)
-        if names != _classes(held_out):
+        if names != list(_classes(held_out)):
             raise ValueError(f'{_in_one_only(root, held_out)}. Both need the same classes.')
     else:
         by_class = [[sample for sample in train if sample[1] == i] for i in range(len(names))]
@@ -143,22 +147,27 @@ def open_folder(root: Path) -> Images:
             missing = f'{root}: {name} needs an image to train on, and one to validate on'
             raise ValueError('; '.join([*notes, missing]))
     files = [f'{path.relative_to(path.parents[1])} {path.stat().st_size}' for path, _ in (*train, *validation)]
-    digest = hashlib.sha256('\n'.join(files).encode()).hexdigest()[:12]
+    digest = hashlib.sha256('\n'.join(files).encode(errors='surrogateescape')).hexdigest()[:12]
     sides = []
     for i in evenly_spaced(len(train), NUM_MEASURED):
         with Image.open(train[i][0]) as image:
             sides.append(min(image.size))
     splits: Dict[str, Samples] = {'train': train, 'validation': validation}
     if tests is not None and tests != held_out:
-        if names == _classes(tests):
+        if names == list(_classes(tests)):
             splits['test'] = _read(tests, notes)
         else:
             notes.append(f'{_in_one_only(root, tests)}, so no model is tested on the latter')
     return Images(splits, names, round(median(sides)), notes, digest=digest)
 
 
-def _classes(root: Path) -> List[str]:
-    return sorted(path.name for path in root.iterdir() if path.is_dir() and not is_hidden(path.name))
+def _classes(root: Path) -> Dict[str, Path]:
+    """Return the folders of classes by name, in composed Unicode, as systems differ in that."""
+    folders = [path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)]
+    names = [unicodedata.normalize('NFC', os.fsencode(path.name).decode(errors='replace')) for path in folders]
+    if len({*names}) < len(names):
+        raise ValueError(f'{root} has two folders of the same name, such as {max(names, key=names.count)}: rename one.')
+    return dict(sorted(zip(names, folders)))
 
 
 def _in_one_only(root: Path, other: Path) -> str:
@@ -168,8 +177,8 @@ def _in_one_only(root: Path, other: Path) -> str:
 
 def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
     """Return the images of a folder, without those that cannot be read, which are noted."""
-    names = _classes(root)
-    files = [find_images(root / name) for name in names]
+    classes = _classes(root)
+    names, files = list(classes), [find_images(folder) for folder in classes.values()]
     empty = ', '.join(name for name, paths in zip(names, files) if not paths)
     if empty:
         formats = ', '.join(IMG_EXTENSIONS)
@@ -190,7 +199,7 @@ def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
     loose = sum(map(is_image, root.iterdir()))
     if loose:
         notes.append(f'left out {loose} images of {root} that are in no folder of a class')
-    others = sorted(path.name for name in names for path in (root / name).iterdir()
+    others = sorted(path.name for folder in classes.values() for path in folder.iterdir()
                     if not is_image(path) and not is_hidden(path.name))
     if others:
         notes.append(f'left out {len(others)} files of {root} in other formats ({", ".join(others[:3])})')
@@ -234,7 +243,7 @@ def open_dataset(args: argparse.Namespace) -> Images:
 
 def _convert(image: Image.Image, mode: str, side: int) -> Image.Image:
     """Return an image that a data set has decoded, whatever its size."""
-    return image.convert(mode)
+    return as_seen(image, mode)
 
 
 def open_digits(args: argparse.Namespace) -> Images:

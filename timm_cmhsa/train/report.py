@@ -1,11 +1,11 @@
 """What a training leaves behind: models, tables and pictures."""
 import json
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Callable, Dict, List
 
 import timm
 import torch
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
@@ -65,6 +65,7 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
         print(f'The model is only in checkpoints, as timm cannot load it by its name: {one_line(e)}')
 
 
+@rc_context({'text.parse_math': False})  # names are text
 def write_report(
         output: Path,
         results: Dict[str, Any],
@@ -74,15 +75,21 @@ def write_report(
         images: torch.Tensor,
 ) -> None:
     """Write results.json, results.md and pictures of curves, of final errors and of models' attention."""
-    pictures = {'curves.png': draw_curves(results['curves'])}
-    with suppress(PlotError):  # a model without attention that can be drawn
-        pictures['attention.png'] = draw_attention(models, images)
-    if len(class_names) <= MAX_CLASSES:
-        pictures['confusion.png'] = draw_confusion(*final.predicted['validation'], class_names)
-    for name, figure in pictures.items():
-        figure.savefig(output / name)
     (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')
-    (output / 'results.md').write_text(markdown(output, results, list(pictures)), encoding='utf-8')
+    draw: Dict[str, Callable[[], Figure]] = {
+        'curves.png': lambda: draw_curves(results['curves']), 'attention.png': lambda: draw_attention(models, images)}
+    if len(class_names) <= MAX_CLASSES:
+        draw['confusion.png'] = lambda: draw_confusion(*final.predicted['validation'], class_names)
+    pictures = []
+    for name, figure in draw.items():
+        try:
+            figure().savefig(output / name)
+            pictures.append(name)
+        except PlotError:  # a model without attention that can be drawn
+            continue
+        except Exception as e:  # a finished training is worth more than a picture
+            print(f'{name} cannot be drawn: {one_line(e)}')
+    (output / 'results.md').write_text(markdown(output, results, pictures), encoding='utf-8', errors='replace')
 
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
