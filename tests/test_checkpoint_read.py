@@ -5,7 +5,9 @@ import os
 import pickle
 import random
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import timm
@@ -166,11 +168,27 @@ def test_phase_2_checkpoints_of_training_from_a_folder(img_size, given, options,
     assert_same(averaged, loaded)
 
 
-@pytest.mark.parametrize('prefix', ['module.', '_orig_mod.', 'module._orig_mod.', '_orig_mod.module.'])
+@pytest.mark.parametrize('prefix', [
+    'module.', '_orig_mod.', 'module._orig_mod.', '_orig_mod.module.', 'net.', 'model.student.'])
 def test_prefixes_of_wrappers(prefix, tmp_path):
     model = tiny()
     torch.save({prefix + name: tensor for name, tensor in model.state_dict().items()}, tmp_path / 'a.pth')
     assert_same(model, load_model(tmp_path / 'a.pth', img_size=8))
+
+
+def test_checkpoints_of_ordinary_loops(tmp_path):
+    """What they save beside the weights, under what names, and averaged by torch."""
+    model = tiny()
+    beside = dict(
+        best=np.float32(0.5), loss=np.float64(1.5), epoch=np.int64(3), losses=np.arange(3.), dtype=np.dtype('float16'),
+        folder=Path('runs') / 'a', python=random.getstate(), numpy=np.random.get_state(), torch=torch.get_rng_state(),
+        optimizer=create_optimizer_v2(model, 'adamw', lr=1e-3).state_dict(), names=['a', 'b'], amp=torch.float16)
+    averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
+    for name, weights in dict(state_dict=model.state_dict(), network=model.state_dict(), weights=averaged).items():
+        torch.save({name: weights, **beside}, tmp_path / f'{name}.pt')
+        assert_same(model, load_model(tmp_path / f'{name}.pt', img_size=8))
+    torch.save(averaged, tmp_path / 'averaged.pt')
+    assert_same(model, load_model(tmp_path / 'averaged.pt', img_size=8))
 
 
 def test_arguments_that_contradict_the_checkpoint_are_refused(tmp_path):

@@ -10,16 +10,16 @@ import math
 import os
 import reprlib
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
+import numpy as np
 import safetensors
 import safetensors.torch
 import timm
 import torch
 from huggingface_hub import snapshot_download
 from timm.layers import to_2tuple
-from timm.models import clean_state_dict
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
@@ -48,6 +48,13 @@ LIMITS = {
 FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
 WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer', 'mlp_layer', 'stem')
 MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
+# Types without code of their own, which training loops save beside weights, by the names that pickle has for them.
+SAFE_TYPES: List[Any] = [
+    argparse.Namespace, np.ndarray, np.dtype,
+    *((value.__reduce__()[0], f'numpy.{core}.multiarray.{name}') for core in ('core', '_core')
+      for name, value in (('scalar', np.float64()), ('_reconstruct', np.empty(0)))),
+    *(each for each in vars(np.dtypes).values() if isinstance(each, type) and each is not type(np.dtype(object))),
+    *((PurePath, f'{module}.{kind}Path') for module in ('pathlib', 'pathlib._local') for kind in ('Posix', 'Windows'))]
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -107,6 +114,9 @@ class Checkpoint:
         spec = _checked_spec(config or told, str(path))
         keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
         key = next((key for key in keys if content.get(key) is not None), None)
+        others = [name for name, each in content.items() if _is_state_dict(each)]
+        if key is None and len(others) == 1:
+            key, = others
         if key in EMA_KEYS:
             spec.notes.append(f'averaged (EMA) weights, {key}, which validate.py reads from this file with --use-ema')
         return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
@@ -245,7 +255,7 @@ def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
             if 'model_args' in metadata:
                 config = {**metadata, 'model_args': json.loads(metadata['model_args'])}
         else:
-            with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's train.py
+            with torch.serialization.safe_globals(SAFE_TYPES):
                 content = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # parsers of broken files raise many kinds
         raise CheckpointError(
@@ -311,12 +321,19 @@ def _config_of_training(content: Mapping[str, Any]) -> Dict[str, Any]:
         'pretrained_cfg': {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key) is not None}}
 
 
+def _is_state_dict(content: Any) -> bool:
+    return isinstance(content, Mapping) and len(content) > 0 and all(
+        isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items())
+
+
 def named_tensors(state_dict: Any, source: str) -> Dict[str, torch.Tensor]:
-    """Return tensors by their names without the prefixes of DistributedDataParallel and torch.compile."""
-    if not isinstance(state_dict, Mapping) or not state_dict or not all(
-            isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in state_dict.items()):
+    """Return tensors by their names without what all names begin with, as those of a wrapper do."""
+    if not _is_state_dict(state_dict):
         raise CheckpointError(f'{source} holds no state dict: save model.state_dict().')
-    return clean_state_dict(clean_state_dict(state_dict))  # twice, as older timm strips one order of them only
+    tensors = {name: tensor for name, tensor in state_dict.items() if name != 'n_averaged'}  # of AveragedModel
+    while len({name.split('.')[0] for name in tensors}) == 1 and all('.' in name for name in tensors):
+        tensors = {name.split('.', 1)[1]: tensor for name, tensor in tensors.items()}
+    return tensors
 
 
 def check_tensors(state_dict: Mapping[str, torch.Tensor], source: str) -> None:
