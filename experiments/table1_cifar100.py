@@ -72,7 +72,8 @@ def parse_args() -> argparse.Namespace:
     add('--search-rates', action='store_true', help='try all the learning rates of the paper, with seed 0')
     add('options', nargs='*', help='after --, more options for every train.py, such as --data-dir DIR')
     args = parser.parse_args()
-    check_clone(parser, args.timm)
+    if not all((args.timm / script).is_file() for script in ('train.py', 'validate.py')):
+        parser.error(f'{args.timm} has no train.py and validate.py: give a clone of pytorch-image-models')
     if not torch.cuda.is_available() and '--device' not in args.options:
         parser.error('the paper\'s scale needs a GPU; to try it on the CPU all the same, end with -- --device cpu')
     if TOTAL_BATCH % (2 * args.num_processes):
@@ -81,16 +82,6 @@ def parse_args() -> argparse.Namespace:
     if ours & set(args.options):
         parser.error(f'after --, {" ".join(sorted(ours & set(args.options)))} is set by table1_cifar100.py itself')
     return args
-
-
-def check_clone(parser: argparse.ArgumentParser, clone: Path) -> None:
-    """Check that timm's scripts are there, in the version of the installed timm."""
-    if not all((clone / script).is_file() for script in ('train.py', 'validate.py')):
-        parser.error(f'{clone} has no train.py and validate.py: give a clone of pytorch-image-models')
-    version_file = clone / 'timm' / 'version.py'  # train.py imports the timm beside it, not the installed one
-    if version_file.exists() and f"'{timm.__version__}'" not in version_file.read_text():
-        theirs = version_file.read_text().strip()
-        parser.error(f'{clone} has {theirs}, timm {timm.__version__} is installed: check out its tag')
 
 
 def search_rates(machine: Machine, recipes: Tuple[str, ...], epochs: int) -> Tuple[float, ...]:
@@ -149,7 +140,7 @@ def launch(machine: Machine, options: List[Any]) -> None:
     command: List[Any] = [sys.executable]
     if machine.num_processes > 1:
         command += ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', machine.num_processes]
-    command = [str(part) for part in (*command, machine.clone / 'train.py', *options)]
+    command = [str(part) for part in (*command, '-m', 'timm_cmhsa', machine.clone / 'train.py', *options)]
     if subprocess.run(command).returncode:
         raise SystemExit(f'train.py failed, for the reason above. To go on, mend it and run the same again: {command}')
 

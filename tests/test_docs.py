@@ -206,7 +206,7 @@ def test_options_of_timms_scripts_are_there():
 @pytest.mark.parametrize('heading', ['Both phases', 'On the digits, on a CPU'])
 def test_training_on_own_images(heading, tmp_path):
     """The commands of the page in their order, with small models and one epoch."""
-    text = PAGES['docs/train.md'].split(f'## {heading}\n')[1].split('\n## ')[0]
+    text = re.split(r'\n##+ ', PAGES['docs/train.md'].split(f'## {heading}\n')[1])[0]
     text = text.replace('--num-train 1200', '--num-train 160')
     for name in ('examples', 'experiments'):
         (tmp_path / name).symlink_to(ROOT / name)

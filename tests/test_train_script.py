@@ -123,7 +123,7 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
     train(digits, tmp_path / 'phase2', model, *extra)
     train(digits, tmp_path / 'phase2', model, *extra, '--epochs', 2, '--resume', tmp_path / 'phase2' / 'last.pth.tar')
     trained = validate(digits, model, '--checkpoint', tmp_path / 'phase2' / 'last.pth.tar')
-    assert trained['top1'] == pytest.approx(last_top1(tmp_path / 'phase2'), abs=0.5)
+    assert trained['top1'] == pytest.approx(last_top1(tmp_path / 'phase2'), abs=1)  # that was in bfloat16
     assert trained['top1'] > before['top1']
     table = 'blocks.0.attn.rel_pos.relative_position_bias_table'
     start, end = (load_model(path).state_dict()[table]
