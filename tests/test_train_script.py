@@ -131,7 +131,7 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
     assert (end - start).abs().max() > 0.01, 'soft heads learn where to look'
 
     larger = ['--img-size', 24, '--model-kwargs', 'img_size=24']
-    train(digits, tmp_path / 'larger', model, '--pretrained', *larger)
+    train(digits, tmp_path / 'larger', model, '--pretrained', '--lr', 1e-3, *larger)
     assert last_top1(tmp_path / 'larger') > 20
 
 
