@@ -82,6 +82,11 @@ def test_results(finished):
     assert lead == pytest.approx(results['top1'] - results['compare']['test_resnet'])
     assert f'the same validation images, in points, with its paired 95 % interval: {lead:+.2f}' in text
     assert all(line in text for line in results['chosen'])
+    assert '33% of them are of the largest class, cat.' in text
+    classes = re.findall(r'^\| (cat|dog|owl) \| (\d+) \| (.*) \|$', text, re.M)
+    assert {name: int(count) for name, count, _ in classes} == dict.fromkeys(CLASSES, 4)
+    assert [float(top1) for *_, top1 in classes] == sorted(float(top1) for *_, top1 in classes)
+    assert np.mean([float(top1) for *_, top1 in classes]) == pytest.approx(results['top1'])
     shown = {}
     exec(re.search('```python\n(.*?)```', text, re.S)[1], shown)  # how to load the model
     assert_same(shown['model'].state_dict(), timm_cmhsa.load_model(output / 'model').state_dict())
@@ -158,6 +163,8 @@ def test_a_run_goes_on_with_what_was_chosen_on_another_machine(finished, photos,
     (output / 'options.json').write_text(json.dumps({**options, **other}))
     results = train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, **OPTIONS)
     assert results['options'] == {**options, **other}
+    results = train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, workers=0, **OPTIONS)
+    assert results['options'] == {**options, **other, 'workers': '0'}, 'workers may change'
 
 
 def limit_batches(most, **kwargs):

@@ -172,7 +172,8 @@ def note_options(args: argparse.Namespace) -> None:
     """Refuse an output folder with another run, and write down the options of this one."""
     path, options = args.output / 'options.json', fingerprint(args)
     before = options_before(args.output) or options
-    changed = ', '.join(f'{key}={before.get(key)}' for key in options if before.get(key, 'None') != options[key])
+    changed = ', '.join(f'{key}={before.get(key)}' for key in options
+                        if before.get(key, 'None') != options[key] and key != 'workers')
     if changed:
         raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
     if not path.exists() and (args.output / 'results.md').exists():

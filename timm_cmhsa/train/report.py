@@ -20,7 +20,7 @@ from ..models import Cmhsa
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
 from .trainer import Judged, Point
 
-MAX_CLASSES = 20  # of a confusion matrix
+MAX_CLASSES = 20  # of a confusion matrix, and of a table
 
 LOAD = '''```python
 import timm
@@ -94,7 +94,7 @@ def write_report(
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     """Return results.md."""
-    number = results['num_validation']
+    number, (largest, most, _) = results['num_validation'], max(results['classes'], key=lambda each: each[1])
     rows = {'phase 1': results['phase1_top1']}
     if results['converted_top1'] is not None:
         rows['converted'] = results['converted_top1']
@@ -103,6 +103,7 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     lines = [
         '# Results', '',
         f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
+        f'{most / number:.0%} of them are of the largest class, {largest}. '
         f'{results["num_train"]} training images; {results["options"]["model"]}, '
         f'{results["parameters"] / 1e6:.2f} M parameters at the end.']
     if results['options']['keep'] == 'best':
@@ -120,6 +121,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         for name, (lead, low, high) in leads.items():
             lines += ['', f'Lead over {name} on the same {split} images, in points, with its paired 95 % interval: '
                           f'{lead:+.2f} ({low:+.2f} to {high:+.2f}).']
+    worst = sorted(results['classes'], key=lambda each: each[2])[:MAX_CLASSES]
+    lines += ['', '| class, the worst first | validation images | top-1 |', '|---|---:|---:|']
+    lines += [f'| {name} | {count} | {top1:.1f} |' for name, count, top1 in worst]
     load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
     lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']

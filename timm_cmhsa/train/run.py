@@ -129,6 +129,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         phase1_top1=outcome.phase1.top1(), converted_top1=outcome.converted and outcome.converted.top1(),
         top1=final.top1(), seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
         compare={each.title: each.top1() for each in outcome.rivals},
+        classes=[[name, *each] for name, each in zip(images.class_names, final.by_class())],
         lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in outcome.rivals}
               for split in final.predicted},
         **{f'num_{split}': size for split, size in sizes.items()},

@@ -94,6 +94,12 @@ class Judged:
         """Return the top-1 accuracy in percent."""
         return accuracy(*self.predicted[split])[0].item()
 
+    def by_class(self) -> List[Tuple[int, float]]:
+        """Return the number of validation images of every class, and how many of them are right, in percent."""
+        logits, targets = self.predicted['validation']
+        return [(int((targets == i).sum()), 100 * self.right('validation')[targets == i].mean().nan_to_num().item())
+                for i in range(logits.shape[1])]
+
     def right(self, split: str) -> torch.Tensor:
         """Return 1 for every image that is classified right, and 0 for the others: float64, (N,)."""
         logits, targets = self.predicted[split]
