@@ -135,6 +135,35 @@ def test_model_trains_saves_and_loads(tmp_path):
     torch.testing.assert_close(torch.load(tmp_path / 'whole.pt', weights_only=False)(x), model(x))
 
 
+class Scaled(nn.Conv1d):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_other_convolutions_are_refused():
+    with pytest.raises(ValueError, match=r'Expected an nn\.Conv2d or a plain nn\.Conv1d, got Scaled'):
+        attend_convs(nn.Sequential(Scaled(2, 2, 3)), input_size=(2, 8))
+
+
+def test_gradients_reach_the_rest_of_the_model_as_before():
+    model = natural(resnet(num_classes=4)).double()
+    attended, x = copy.deepcopy(model), torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    attend_convs(attended, 'layer2.*', (3, 32, 32))
+    gradients = []
+    for each in (model, attended):
+        each(x).square().sum().backward()
+        gradients.append({name: p.grad for name, p in each.named_parameters() if 'layer2' not in name})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], gradient, atol=1e-9, rtol=1e-7)
+
+
+def test_a_shared_convolution_stays_shared():
+    conv = conv3()
+    model = attend_convs(nn.Sequential(nn.Sequential(conv), nn.Sequential(conv)), '0.*', (3, 8, 8))
+    assert isinstance(model[0][0], AttendedConv2d)
+    assert model[1][0] is model[0][0]
+
+
 def test_biases_can_be_spared_from_weight_decay():
     model = attend_convs(resnet(), 'layer4.*', (3, 32, 32))
     decayed = param_groups_weight_decay(model, 0.05, no_weight_decay_list=['*.rel_pos.*'])[1]['params']

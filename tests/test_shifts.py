@@ -290,6 +290,13 @@ def test_a_model_that_is_no_longer_hard_is_saved_as_attention(tmp_path):
         assert torch.equal(loaded(IMAGES), model(IMAGES))
 
 
+def test_a_model_with_one_layer_for_inference_is_not_saved():
+    model = converted()
+    nn.init.normal_(model.blocks[0].attn.qkv.weight)
+    with pytest.raises(ValueError, match='use its source'):
+        Checkpoint.of(reparameterize_model(model))
+
+
 def test_loading_as_shifts(tmp_path):
     source = converted()
     Checkpoint.of(source).write(tmp_path / 'model')
