@@ -15,9 +15,9 @@ from PIL import ExifTags, Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import timm_cmhsa
-from timm_cmhsa.images import image_reader, load_image
+from timm_cmhsa.images import data_config, image_reader, load_image, read_folder
 from timm_cmhsa.train import train_two_phases
-from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, write_digits
+from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, open_images, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
 from timm_cmhsa.train.report import draw_curves, paired_interval, write_report
 from timm_cmhsa.train.trainer import Judged
@@ -232,6 +232,54 @@ def test_a_data_set_of_torchvision(photos, tmp_path):
     assert results['num_train'] == results['num_validation'] == 12
 
 
+def test_images_of_a_data_set_are_seen_as_files_are(photos, tmp_path):
+    root = shutil.copytree(photos, tmp_path / 'photos')
+    (root / 'train' / 'cat' / 'broken.jpg').write_bytes(b'no image')
+    Image.fromarray(np.zeros((SIDE, SIDE), dtype=np.uint16)).save(root / 'train' / 'dog' / 'deep.png')
+    Image.new('LA', (SIDE, SIDE)).save(root / 'train' / 'owl' / 'clear.png')
+    args = argparse.Namespace(
+        dataset='torch/image_folder', data_dir=root, download=False, rank=0, distributed=False, output=tmp_path / 'out')
+    images = open_images(args)
+    note, = images.notes
+    assert 'left out 2 of 15 images' in note
+    assert 'broken.jpg: cannot identify' in note
+    assert 'deep.png: it has more than 8 bits' in note
+    clear, = (path for path, _ in images.splits['train'] if path.endswith('clear.png'))
+    assert images.load(clear, mode='RGB', side=SIDE).getextrema() == ((255, 255),) * 3
+
+
+@pytest.mark.parametrize(('fit', 'kept'), [('crop', False), ('squash', True), ('pad', True)])
+def test_oblong_images_become_square_alike_in_training_and_later(fit, kept, tmp_path):
+    """The class is at the left end of a line."""
+    root = tmp_path / 'lines'
+    for split in ('train', 'validation'):
+        for label, name in enumerate(CLASSES[:2]):
+            for i in range(4):
+                pixels = np.zeros((SIDE, 8 * SIDE, 3), dtype=np.uint8)
+                pixels[:, :SIDE, label] = 255
+                (root / split / name).mkdir(parents=True, exist_ok=True)
+                Image.fromarray(pixels).save(root / split / name / f'{i}.png')
+    options = dict(OPTIONS, epochs=1, switch=1, no_flip=True, model='test_cmhsa_conv_k3', data_dir=root)
+    results = train_two_phases(**options, output=tmp_path / 'out', fit=fit)
+    assert any('88% of the median image is cropped' in line for line in results['chosen']) == (not kept)
+    model = timm_cmhsa.load_model(tmp_path / 'out' / 'model')
+    later = read_folder(root / 'validation', model, 8)[0]
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args([])
+    vars(args).update(options, fit=fit, output=tmp_path / 'new', rank=0, world_size=1, distributed=False)
+    images = open_images(args)
+    for scale in (1., 0.9):
+        args.scale = args.shift = args.workers = None
+        args.scale = scale
+        choose_options(args, images)
+        loaders = make_loaders(images, args, data_config(model))
+        assert torch.equal(torch.cat([batch for batch, _ in loaders.judged['validation']]), later)
+        trained = torch.cat([batch for batch, _ in loaders.train])
+        seen = (trained[:, :2].amax(dim=(2, 3)) > 1).any(dim=1)
+        assert bool(seen.all()) == kept
+
+
 def test_an_output_among_the_classes_is_refused(photos, tmp_path):
     """The next run would take it for a class."""
     root = shutil.copytree(photos / 'train', tmp_path / 'photos')
@@ -310,6 +358,11 @@ def test_two_processes_do_what_one_does_with_both_batches(one_and_two):
     expected, actual = map(weights, folders)
     for name, weight in expected.items():
         assert torch.allclose(actual[name], weight, rtol=1e-3, atol=1e-5), name
+    options = json.loads((folders[1] / 'options.json').read_text())
+    resumed = train_two_phases(
+        folders[1].parent, output=folders[1], model='test_cmhsa_conv_k3', epochs=4, switch=0.5, ema=0.9, img_size=SIDE,
+        mixup=0., cutmix=0., scale=0.9, no_amp=True, device='cpu')
+    assert resumed['options'] == {**options, 'batch_size': '12', 'world_size': '1'}, 'one process goes on'
 
 
 @pytest.mark.slow
@@ -410,8 +463,8 @@ def test_gray_images_for_a_cnn_alone(photos, tmp_path):
 
 def test_images_are_shifted_by_so_many_pixels_at_most(tmp_path):
     args = argparse.Namespace(
-        img_size=SIDE, batch_size=4, scale=1., shift=2, workers=0, device='cpu', distributed=False, no_flip=True, aa='',
-        reprob=0., mixup=0., cutmix=0., smoothing=0., log=None, rank=0, grad_accum_steps=1)
+        img_size=SIDE, fit='crop', batch_size=4, scale=1., shift=2, workers=0, device='cpu', distributed=False,
+        no_flip=True, aa='', reprob=0., mixup=0., cutmix=0., smoothing=0., log=None, rank=0, grad_accum_steps=1)
     for name in CLASSES:
         for split in ('train', 'validation'):
             pixels = np.zeros((SIDE, SIDE, 3), dtype=np.uint8)
@@ -419,7 +472,9 @@ def test_images_are_shifted_by_so_many_pixels_at_most(tmp_path):
             (tmp_path / split / name).mkdir(parents=True)
             for i in range(20):
                 Image.fromarray(pixels).save(tmp_path / split / name / f'{i}.png')
-    config = dict(input_size=(3, SIDE, SIDE), mean=(0.,) * 3, std=(1.,) * 3, interpolation='bicubic')
+    config = dict(
+        input_size=(3, SIDE, SIDE), mean=(0.,) * 3, std=(1.,) * 3, interpolation='bicubic', crop_pct=1.,
+        crop_mode='center')
     loader = make_loaders(open_folder(tmp_path), args, config).train
     places = torch.cat([images for images, _ in loader])[:, 0].flatten(1).argmax(dim=1)
     assert {*(places // SIDE).tolist()} == {*(places % SIDE).tolist()} == {14, 15, 16, 17, 18}
@@ -467,7 +522,7 @@ def test_epochs_fit_the_number_of_images(number, epochs):
     add_options(parser)
     args = parser.parse_args(['--device', 'cpu'])
     args.world_size = 1
-    choose_options(args, Images({'train': range(number)}, list(CLASSES), SIDE, []))
+    choose_options(args, Images({'train': range(number)}, list(CLASSES), [(SIDE, SIDE)], []))
     assert args.epochs == epochs
 
 
@@ -526,7 +581,7 @@ def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     data = open_folder(root)
     assert len(data.splits['train']) == 13
     (root / 'train' / 'owl' / 'IMG_1.HEIC').write_bytes(b'')
-    note, loose, other = open_folder(root).notes
+    loose, other, note = open_folder(root).notes
     assert other == f"left out 1 files of {root / 'train'} in other formats (IMG_1.HEIC)"
     assert loose == f"left out 1 images of {root / 'train'} that are in no folder of a class"
     assert 'left out 2 of 15 images' in note
@@ -667,15 +722,15 @@ def test_a_folder_with_other_results_is_left_as_it_is(photos, tmp_path):
 
 
 def test_a_folder_of_another_run_is_left_as_it_is(finished, photos):
-    with pytest.raises(ValueError, match=r'holds a run with seed=0: give another --output'):
-        train_two_phases(photos, output=finished[0], seed=1, **OPTIONS)
+    with pytest.raises(ValueError, match=r'holds a run with --seed 0, no --no-flip: give another --output'):
+        train_two_phases(photos, output=finished[0], seed=1, no_flip=True, **OPTIONS)
 
 
 def test_other_images_are_not_taken_for_the_same_run(finished, tmp_path):
     root = write_folder(tmp_path)
     for split in ('train', 'validation'):
         (root / split / 'cat').rename(root / split / 'cow')
-    with pytest.raises(ValueError, match=r"holds a run with classes=\['cat', 'dog', 'owl'\]"):
+    with pytest.raises(ValueError, match='holds a run with other images: give another --output'):
         train_two_phases(root, output=finished[0], **OPTIONS)
 
 

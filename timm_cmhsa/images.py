@@ -1,10 +1,9 @@
 """Input images of a model: from a folder, prepared as timm does for validation, or noise. And back to pixels."""
 import logging
 import os
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Tuple, Union
 
 import torch
 from PIL import Image, ImageOps
@@ -108,26 +107,25 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     return torch.stack(images), names
 
 
-@contextmanager
-def open_image(file: PathLike) -> Iterator[Image.Image]:
-    """Open an image file, and refuse one that 8 bits cannot hold. Pillow refuses more than 179 megapixels."""
-    with Image.open(file, formats=FORMATS) as image:
-        # Pillow would clip gray values, and drop the low byte of colours
-        if image.mode[0] in 'IF' or any(';16' in str(tile[3]) for tile in image.tile):
-            raise ValueError('it has more than 8 bits per channel: convert it')
-        yield image
-
-
 def load_image(file: PathLike, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
-    """Return an image `as_seen`. A large JPEG file is decoded smaller, to no less than `side`, which is faster."""
-    with open_image(file) as image:
+    """Return an image `as_seen`. A large JPEG file is decoded smaller, to no less than `side`, which is faster.
+
+    Pillow refuses images of more than 179 megapixels.
+    """
+    with Image.open(file, formats=FORMATS) as image:
         if side is not None:
             image.draft('RGB', (side, side))
         return as_seen(image, mode)
 
 
-def as_seen(image: Image.Image, mode: str = 'RGB') -> Image.Image:
-    """Return an image as viewers show it: upright, with white where it is transparent."""
+def as_seen(image: Image.Image, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
+    """Return an image as viewers show it: upright, with white where it is transparent.
+
+    Raises:
+        ValueError: If 8 bits cannot hold it: Pillow would clip gray values, and drop the low byte of colours.
+    """
+    if image.mode[0] in 'IF' or any(';16' in str(tile[3]) for tile in getattr(image, 'tile', ())):
+        raise ValueError('it has more than 8 bits per channel: convert it')
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
         image = image.convert('RGBA')

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data import create_dataset, create_loader, create_transform
+from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
 from torch.distributed import barrier
 from torch.utils.data import Dataset, Subset
 from torchvision.datasets.folder import IMG_EXTENSIONS
@@ -37,11 +38,21 @@ class Images(NamedTuple):
     """Images that were found, and what options are chosen by."""
     splits: Dict[str, Samples]  # to train and to validate on, and perhaps to test on
     class_names: List[str]
-    side: int  # the shorter one, of the median image, pixels
+    sizes: Sequence[Tuple[int, int]]  # of some training images, pixels
     notes: List[str]  # what was found or assumed
     options: Mapping[str, Any] = {}  # that fit them, where none are given
     digest: str = ''  # of the names and sizes of the files
     load: Callable[..., Image.Image] = load_image  # of a sample
+
+    @property
+    def side(self) -> int:
+        """Return the shorter side of the median image, pixels."""
+        return round(median(map(min, self.sizes)))
+
+    @property
+    def cropped(self) -> float:
+        """Return the share of the median image that is outside its central square."""
+        return 1 - median(min(size) / max(size) for size in self.sizes)
 
 
 class Loaders(NamedTuple):
@@ -78,12 +89,15 @@ def make_loaders(images: Images, args: argparse.Namespace, config: Mapping[str, 
     crop, augment, finish = create_transform(
         is_training=True, scale=(args.scale, 1.), hflip=0., color_jitter=0., auto_augment=args.aa or None,
         separate=True, **erasing, **pixels)
+    side, mode = size if args.scale == 1 else 2 * size, InterpolationMode(config['interpolation'])
+    fit = {'crop': [], 'squash': [Resize((side, side), mode)], 'pad': [
+        ResizeKeepRatio(side, longest=1., interpolation=config['interpolation']),
+        CenterCropOrPad(side, fill=[round(255 * value) for value in config['mean']])]}[args.fit]
     if args.scale == 1:  # shift images instead of cropping them, as DeiT does with small ones
-        resize = Resize(size, InterpolationMode(config['interpolation']))
-        crop = Compose([resize, RandomCrop((size, size), padding=args.shift)])
+        crop = Compose([Resize(size, mode), RandomCrop((size, size), padding=args.shift)])
     flip = [] if args.no_flip else [RandomHorizontalFlip()]
-    augmented = Compose([load, crop, *flip, augment, finish])
-    plain = Compose([load, create_transform(crop_pct=1., **pixels)])
+    augmented = Compose([load, *fit, crop, *flip, augment, finish])
+    plain = Compose([load, create_transform(crop_pct=config['crop_pct'], crop_mode=config['crop_mode'], **pixels)])
 
     def loader(dataset: Dataset, workers: int = args.workers, **options: Any) -> Any:
         loader = create_loader(
@@ -148,17 +162,13 @@ def open_folder(root: Path) -> Images:
             raise ValueError('; '.join([*notes, missing]))
     files = [f'{path.relative_to(path.parents[1])} {path.stat().st_size}' for path, _ in (*train, *validation)]
     digest = hashlib.sha256('\n'.join(files).encode(errors='surrogateescape')).hexdigest()[:12]
-    sides = []
-    for i in evenly_spaced(len(train), NUM_MEASURED):
-        with Image.open(train[i][0]) as image:
-            sides.append(min(image.size))
     splits: Dict[str, Samples] = {'train': train, 'validation': validation}
     if tests is not None and tests != held_out:
         if names == list(_classes(tests)):
             splits['test'] = _read(tests, notes)
         else:
             notes.append(f'{_in_one_only(root, tests)}, so no model is tested on the latter')
-    return Images(splits, names, round(median(sides)), notes, digest=digest)
+    return Images(splits, names, _sizes(train), notes, digest=digest)
 
 
 def _classes(root: Path) -> Dict[str, Path]:
@@ -175,7 +185,7 @@ def _in_one_only(root: Path, other: Path) -> str:
     return f'{", ".join(names[:5])}: in one of {root} and {other} only'
 
 
-def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
+def _read(root: Path, notes: List[str]) -> Samples:
     """Return the images of a folder, without those that cannot be read, which are noted."""
     classes = _classes(root)
     names, files = list(classes), [find_images(folder) for folder in classes.values()]
@@ -190,12 +200,6 @@ def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
     for path, _ in samples:
         if path.parent.parent != root:
             raise ValueError(f'{path.parent} is a folder in a folder: expected {root}/CLASS/IMAGE.')
-    with ThreadPoolExecutor() as pool:
-        checks = pool.map(_why_unreadable, (path for path, _ in samples))
-        reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
-    bad = [f'{path}: {reason}' for (path, _), reason in zip(samples, reasons) if reason]
-    if bad:
-        notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(bad[:3])})')
     loose = sum(map(is_image, root.iterdir()))
     if loose:
         notes.append(f'left out {loose} images of {root} that are in no folder of a class')
@@ -203,15 +207,37 @@ def _read(root: Path, notes: List[str]) -> List[Tuple[Path, int]]:
                     if not is_image(path) and not is_hidden(path.name))
     if others:
         notes.append(f'left out {len(others)} files of {root} in other formats ({", ".join(others[:3])})')
-    return [sample for sample, reason in zip(samples, reasons) if not reason]
+    return _readable(samples, load_image, notes)
 
 
-def _why_unreadable(path: Path) -> str:
-    try:
-        load_image(path, side=32)  # decodes JPEG faster
-    except Exception as e:  # decoders raise anything
-        return one_line(e).rstrip('.')
-    return ''
+def _readable(samples: Samples, load: Callable[..., Image.Image], notes: List[str]) -> Samples:
+    """Return the samples that can be read. Note the others."""
+    def why_not(index: int) -> str:
+        try:
+            load(samples[index][0], side=32)  # decodes JPEG faster
+        except Exception as e:  # decoders raise anything
+            return one_line(e).rstrip('.')
+        return ''
+
+    with ThreadPoolExecutor() as pool:
+        checks = pool.map(why_not, range(len(samples)))
+        reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
+    bad = {i: reason for i, reason in enumerate(reasons) if reason}
+    if not bad:
+        return samples
+    names = [f'{samples[i][0] if isinstance(samples, list) else f"image {i}"}: {bad[i]}' for i in bad]
+    notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(names[:3])})')
+    return Subset(samples, [i for i in range(len(samples)) if i not in bad])
+
+
+def _sizes(samples: Samples) -> List[Tuple[int, int]]:
+    """Return the sizes of some images, width and height in pixels."""
+    sizes = []
+    for i in evenly_spaced(len(samples), NUM_MEASURED):
+        image, _ = samples[i]
+        with image if isinstance(image, Image.Image) else Image.open(image) as opened:
+            sizes.append(opened.size)
+    return sizes
 
 
 def open_dataset(args: argparse.Namespace) -> Images:
@@ -219,7 +245,8 @@ def open_dataset(args: argparse.Namespace) -> Images:
     name, root = args.dataset, str(args.data_dir or 'data')
 
     def open_split(split: str) -> Any:
-        return create_dataset(name, root=root, split=split, download=args.download and args.rank == 0)
+        download = args.download and args.rank == 0
+        return create_dataset(name, root=root, split=split, download=download, input_img_mode='')  # as the files are
 
     if args.rank:
         barrier()  # while the first process downloads
@@ -229,7 +256,10 @@ def open_dataset(args: argparse.Namespace) -> Images:
             validation = open_split('validation')
         except Exception:  # data sets of the Hub may have only the other
             validation = open_split('test')
-        side = median(min(train[i][0].size) for i in evenly_spaced(len(train), NUM_MEASURED))
+        splits, notes = {'train': _samples(train), 'validation': _samples(validation)}, []
+        load = load_image if isinstance(splits['train'], list) else as_seen
+        splits = {split: _readable(samples, load, notes) for split, samples in splits.items()}
+        sizes = _sizes(splits['train'])
     except Exception as e:  # every library has its own
         raise ValueError(f'{name} cannot be opened: {one_line(e)}') from e
     if args.distributed and args.rank == 0:
@@ -237,13 +267,13 @@ def open_dataset(args: argparse.Namespace) -> Images:
     classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
     if not classes:
         raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
-    splits = {'train': train, 'validation': validation}
-    return Images(splits, [str(each) for each in classes], round(side), [], load=_convert)
+    return Images(splits, [str(each) for each in classes], sizes, notes, load=load)
 
 
-def _convert(image: Image.Image, mode: str, side: int) -> Image.Image:
-    """Return an image that a data set has decoded, whatever its size."""
-    return as_seen(image, mode)
+def _samples(dataset: Any) -> Samples:
+    """Return the files and classes of a data set, if it is one of files."""
+    samples = getattr(getattr(dataset, 'reader', dataset), 'samples', None)
+    return samples if samples and os.path.isfile(samples[0][0]) else dataset
 
 
 def open_digits(args: argparse.Namespace) -> Images:

@@ -15,13 +15,18 @@ from .data import Images
 
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
+MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
+CROPPED_NOTED = 0.2
 CROP = 0.35  # of the area of a large image, at least
 LR, HYBRID_LR, LR_BATCH = 1e-3, 2e-3, 64  # of AdamW, for so many images in a step or more
 POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'compare_lr', 'switch', 'scale'}
-CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard',))
+CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names
+CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard',), fit=tuple(CROP_MODES))
 SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
-    'compare', 'compare_lr', 'data_dir', 'device', 'download', 'local_rank', 'log', 'output', 'rank'}
+    'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank', 'log', 'output',
+    'rank'}
+STEP = 'batch_size', 'grad_accum_steps', 'world_size'  # their product is the number of images of a step
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--dataset', metavar='NAME', help="data set of timm's create_dataset, such as torch/cifar10, in DIR")
     add('--download', action='store_true', help='download the data set')
     add('--img-size', metavar='S', type=int, help='pixels of a side')
+    add('--fit', choices=CHOICES['fit'], help='how oblong images become square; squash and pad keep all of them')
     add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR or of the data set)')
     add = parser.add_argument_group('models').add_argument
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
@@ -116,9 +122,15 @@ def choose_options(args: argparse.Namespace, images: Images, before: Mapping[str
 
     size = max((each for each in SIZES if each <= 1.15 * images.side), default=SIZES[0])
     choose('img_size', size, f'the shorter side of the images is {images.side} pixels')
+    choose('fit', 'squash' if images.cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
+    if args.fit == 'crop' and images.cropped > CROPPED_NOTED:
+        notes.append(f'{images.cropped:.0%} of the median image is cropped: --fit squash or --fit pad keeps all of it')
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
+    if before:  # perhaps by another number of processes
+        step = _images_of_step(before) / (args.grad_accum_steps * args.world_size)
+        args.batch_size = args.batch_size or (int(step) if step >= 1 and step == int(step) else None)
     choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
     steps = args.num_images // (args.batch_size * args.grad_accum_steps * args.world_size)
     if not steps:
@@ -172,13 +184,31 @@ def note_options(args: argparse.Namespace) -> None:
     """Refuse an output folder with another run, and write down the options of this one."""
     path, options = args.output / 'options.json', fingerprint(args)
     before = options_before(args.output) or options
-    changed = ', '.join(f'{key}={before.get(key)}' for key in options
-                        if before.get(key, 'None') != options[key] and key != 'workers')
+    same_step = _images_of_step(before) == _images_of_step(options)
+    changed = [key for key in options if before.get(key, 'None') != options[key] and key != 'workers'
+               and not (key in STEP and same_step)]
     if changed:
-        raise ValueError(f'{args.output} holds a run with {changed}: give another --output.')
+        words = dict.fromkeys(_in_words(key, before.get(key, 'None')) for key in changed)
+        raise ValueError(f'{args.output} holds a run with {", ".join(words)}: give another --output.')
     if not path.exists() and (args.output / 'results.md').exists():
         raise ValueError(f'{args.output} holds a results.md that is not of a training: give another --output.')
     if args.rank == 0:
         args.output.mkdir(parents=True, exist_ok=True)
         path.with_suffix('.part').write_text(json.dumps(options, indent=2), encoding='utf-8')
         path.with_suffix('.part').replace(path)
+
+
+def _images_of_step(options: Mapping[str, str]) -> int:
+    return math.prod(int(options.get(key, 1)) for key in STEP)
+
+
+def _in_words(key: str, value: str) -> str:
+    """Return an option of the run before as it is given to the command."""
+    if key in ('classes', 'files', 'num_images'):
+        return 'other images'
+    if key == 'world_size':
+        return f'{value} processes'
+    option = f'--{key.replace("_", "-")}'
+    if value in ('False', 'None', '{}', '[]'):
+        return f'no {option}'
+    return option if value == 'True' else f'{option} {value}'

@@ -21,7 +21,7 @@ from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution
 from .data import Images, make_loaders, open_images
-from .options import add_options, check_options, choose_options, fingerprint, note_options, options_before
+from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
 
 PEAK = 0.75  # weight of a soft head on its own offset
@@ -153,7 +153,8 @@ def _prepare(
     check_options(args)
     images = open_images(args)
     chosen = [*images.notes, *choose_options(args, images, options_before(args.output))]
-    common = dict(img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names))
+    common: Dict[str, Any] = dict(
+        img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit])
     model = create_model(args.model, **common, **args.model_kwargs)
     rivals = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
               for name in args.compare}
@@ -175,12 +176,12 @@ def _prepare(
     return images, chosen, model, rivals, trainer
 
 
-def create_model(name: str, img_size: int, seed: int, **kwargs: Any) -> nn.Module:
+def create_model(name: str, img_size: int, seed: int, crop_mode: str = 'center', **kwargs: Any) -> nn.Module:
     """Create a model of timm for images of this size, normalized alike for all, with weights by the seed alone."""
     random_seed(seed)
     kwargs['pretrained_cfg_overlay'] = dict(
-        crop_pct=1., input_size=(kwargs.get('in_chans', 3), img_size, img_size), mean=IMAGENET_DEFAULT_MEAN,
-        std=IMAGENET_DEFAULT_STD)
+        crop_pct=1., crop_mode=crop_mode, input_size=(kwargs.get('in_chans', 3), img_size, img_size),
+        mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
     try:
         return timm.create_model(name, **{'img_size': img_size, **kwargs})
     except TypeError:  # convolutional networks take any size
