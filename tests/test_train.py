@@ -490,6 +490,16 @@ def test_compiled(photos, tmp_path):
     train_two_phases(photos, output=tmp_path, compile=True, **{**OPTIONS, 'epochs': 2, 'switch': 1})
 
 
+def test_without_a_compiler(photos, tmp_path, monkeypatch):
+    monkeypatch.setenv('CXX', 'nonsense')
+    monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'cache'))
+    result = run_python(
+        '-m', 'timm_cmhsa.train', '--data-dir', photos, '--output', tmp_path / 'out', '--model', 'test_cmhsa_conv_k3',
+        '--img-size', SIDE, '--epochs', 1, '--switch', 1, '--batch-size', 4, '--device', 'cpu', '--compile')
+    assert result.returncode == 2
+    assert re.search('error: phase1 cannot be compiled: .*compiler.* Leave out --compile.$', result.stderr.strip())
+
+
 def test_classes_alone_hold_out_every_tenth_image(tmp_path):
     root = write_folder(tmp_path, ['.'], count=11)
     data = open_folder(root)

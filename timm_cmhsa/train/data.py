@@ -210,7 +210,7 @@ def _read(root: Path, notes: List[str]) -> Samples:
     return _readable(samples, load_image, notes)
 
 
-def _readable(samples: Samples, load: Callable[..., Image.Image], notes: List[str]) -> Samples:
+def _readable(samples: Any, load: Callable[..., Image.Image], notes: List[str]) -> Any:
     """Return the samples that can be read. Note the others."""
     def why_not(index: int) -> str:
         try:
@@ -248,6 +248,7 @@ def open_dataset(args: argparse.Namespace) -> Images:
         download = args.download and args.rank == 0
         return create_dataset(name, root=root, split=split, download=download, input_img_mode='')  # as the files are
 
+    notes: List[str] = []
     if args.rank:
         barrier()  # while the first process downloads
     try:
@@ -256,7 +257,7 @@ def open_dataset(args: argparse.Namespace) -> Images:
             validation = open_split('validation')
         except Exception:  # data sets of the Hub may have only the other
             validation = open_split('test')
-        splits, notes = {'train': _samples(train), 'validation': _samples(validation)}, []
+        splits = {'train': _samples(train), 'validation': _samples(validation)}
         load = load_image if isinstance(splits['train'], list) else as_seen
         splits = {split: _readable(samples, load, notes) for split, samples in splits.items()}
         sizes = _sizes(splits['train'])

@@ -164,7 +164,7 @@ class Trainer:
         if state.history and first < epochs.stop and not args.rank:
             tqdm.write(f'{name} goes on after epoch {first}')
         seconds = state.seconds or (before.seconds if before else 0.)
-        with self._in_memory(name), tqdm(
+        with self._one_line_errors(name), tqdm(
                 desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates, unit='step',
                 **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
             for epoch in range(first, epochs.stop):
@@ -253,9 +253,11 @@ class Trainer:
         return loss, seconds
 
     @contextmanager
-    def _in_memory(self, name: str) -> Iterator[None]:
+    def _one_line_errors(self, name: str) -> Iterator[None]:
         try:
             yield
+        except torch._dynamo.exc.TorchDynamoException as e:
+            raise ValueError(f'{name} cannot be compiled: {one_line(e)} Leave out --compile.') from e
         except torch.cuda.OutOfMemoryError as e:
             raise ValueError(
                 f'{name} does not fit into the memory of {self.device}: use a smaller --batch-size and another '
@@ -277,7 +279,7 @@ class Trainer:
 
     def judge(self, title: str, model: nn.Module, history: Sequence[Point] = ()) -> Judged:
         """Classify the images of every split, once a training has ended."""
-        with self._in_memory(title):
+        with self._one_line_errors(title):
             return Judged(title, model, {split: self._predict(model, split) for split in self.loaders.judged}, history)
 
     def images(self) -> torch.Tensor:
