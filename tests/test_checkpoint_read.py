@@ -5,6 +5,7 @@ import os
 import pickle
 import random
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import safetensors.torch
 import timm
 import torch
 from helpers import images_for, max_error, phase1, run_forked
+from huggingface_hub import save_torch_state_dict
 from hypothesis import given, strategies as st
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
@@ -189,6 +191,27 @@ def test_checkpoints_of_ordinary_loops(tmp_path):
         assert_same(model, load_model(tmp_path / f'{name}.pt', img_size=8))
     torch.save(averaged, tmp_path / 'averaged.pt')
     assert_same(model, load_model(tmp_path / 'averaged.pt', img_size=8))
+
+
+@pytest.mark.parametrize('save', [save_torch_state_dict, partial(save_torch_state_dict, safe_serialization=False)])
+def test_weights_in_several_files(save, tmp_path):
+    """As huggingface_hub splits them."""
+    model = tiny()
+    Checkpoint.of(model).write(tmp_path / 'model')
+    (tmp_path / 'model' / 'model.safetensors').unlink()
+    save(model.state_dict(), tmp_path / 'model', max_shard_size=2000)
+    index, = (tmp_path / 'model').glob('*.index.json')
+    first, *others = (tmp_path / 'model').glob('*model-*')
+    assert others
+    assert_same(model, load_model(tmp_path / 'model'))
+    assert_same(model, load_model(index, img_size=8))
+    first.unlink()
+    for value in ('3', '{"x": ["y"]}', '{"x": "../y.bin"}', '[', 'x'):
+        (tmp_path / index.name).write_text(f'{{"weight_map": {value}}}')
+        with pytest.raises(CheckpointError):
+            load_model(tmp_path / index.name)
+    with pytest.raises(CheckpointError, match=f'names {first.name}, which is not beside it'):
+        load_model(tmp_path / 'model')
 
 
 def test_arguments_that_contradict_the_checkpoint_are_refused(tmp_path):

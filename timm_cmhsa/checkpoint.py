@@ -33,7 +33,9 @@ _logger = logging.getLogger(__name__)
 
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
+INDEX = '.index.json'  # of weights in several files
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
+SHARDS = ('model-*.safetensors', 'pytorch_model-*.bin')
 LABEL_KEYS = ('label_names', 'label_descriptions')
 USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
 MAX_WORD = 100  # letters
@@ -238,7 +240,8 @@ class Checkpoint:
 
 
 def _weights_of(folder: Path) -> Path:
-    path = next((folder / name for name in WEIGHT_NAMES if (folder / name).is_file()), None)
+    names = (*WEIGHT_NAMES, *(name + INDEX for name in WEIGHT_NAMES))
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:
         raise CheckpointError(f'{folder} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
     return path
@@ -247,6 +250,8 @@ def _weights_of(folder: Path) -> Path:
 def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Return what a file holds, and what it says about its model, in the form of config.json."""
     config: Dict[str, Any] = {}
+    if path.name.endswith(INDEX):
+        return _read_shards(path), {}
     try:
         if path.suffix == '.safetensors':
             with safetensors.safe_open(path, framework='pt') as file:
@@ -264,6 +269,16 @@ def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
     return content, _config_of_training(content) if 'args' in content else config
+
+
+def _read_shards(index: Path) -> Dict[str, Any]:
+    """Return the tensors of all files that an index names, as huggingface_hub writes them."""
+    files = {path.name: path for path in index.parent.iterdir() if path.suffix in ('.safetensors', '.bin')}
+    shards = read_json(index).get('weight_map')
+    names = {str(name) for name in shards.values()} if isinstance(shards, dict) else {'weight_map'}
+    if not names <= files.keys():
+        raise CheckpointError(f'{index} names {min(names - files.keys())}, which is not beside it: copy all files.')
+    return {key: tensor for name in sorted(names) for key, tensor in _read_file(files[name])[0].items()}
 
 
 def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
@@ -352,7 +367,7 @@ def _download(source: str) -> Path:
     repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
     try:
         return Path(snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=['config.json', *WEIGHT_NAMES],
+            repo_id, revision=revision or None, allow_patterns=['config.json', *WEIGHT_NAMES, *SHARDS, f'*{INDEX}'],
             library_name='timm_cmhsa'))
     except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
         raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e
