@@ -393,7 +393,7 @@ def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
     steps = {}
     for group in checkpoint['optimizer']['param_groups']:
         for index in group['params']:
-            steps.setdefault(bool(group.get('is_new')), set()).add(
+            steps.setdefault('full_scale' in group, set()).add(
                 int(checkpoint['optimizer']['state'][index]['step']))
     assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
 
@@ -532,7 +532,7 @@ def test_epochs_fit_the_number_of_images(number, epochs):
     add_options(parser)
     args = parser.parse_args(['--device', 'cpu'])
     args.world_size = 1
-    choose_options(args, Images({'train': range(number)}, list(CLASSES), [(SIDE, SIDE)], []))
+    choose_options(args, Images({'train': [(i, i % 3) for i in range(number)]}, list(CLASSES), [(SIDE, SIDE)], []))
     assert args.epochs == epochs
 
 

@@ -3,8 +3,9 @@ import argparse
 import json
 import math
 import os
+from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Optional
 
 import timm
 import torch
@@ -12,20 +13,28 @@ from timm.utils import ParseKwargs
 
 from ..models import registered_hybrid
 from .data import Images
+from .model import SOURCES, starts_from_weights
 
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
+PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS = 600, 5
+PRETRAINED_LR, PRETRAINED_LAYER_DECAY, HEAD_LR = 5e-4, 0.75, 2e-3
+ATTEND_SWITCH = 0.5  # of phase 1, where phase 2 is of another CNN
+UNEQUAL = 5  # times the images of the smallest class
 MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
 CROPPED_NOTED = 0.2
 CROP = 0.35  # of the area of a large image, at least
 LR, HYBRID_LR, LR_BATCH = 1e-3, 2e-3, 64  # of AdamW, for so many images in a step or more
-POSITIVE = {'img_size', 'epochs', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr', 'compare_lr', 'switch', 'scale'}
+POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr',
+            'compare_lr', 'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names
-CHOICES = dict(start=('convolution',), keep=('last', 'best'), log=('tensorboard',), fit=tuple(CROP_MODES))
-SHARES = {'switch', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
+CHOICES = dict(
+    start=('convolution',), keep=('last', 'best'), log=('tensorboard',), fit=tuple(CROP_MODES),
+    class_weights=('balanced',))
+SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
-    'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank', 'log', 'output',
-    'rank'}
+    'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank',
+    'log', 'output', 'rank'}
 STEP = 'batch_size', 'grad_accum_steps', 'world_size'  # their product is the number of images of a step
 
 
@@ -39,8 +48,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--fit', choices=CHOICES['fit'], help='how oblong images become square; squash and pad keep all of them')
     add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR or of the data set)')
     add = parser.add_argument_group('models').add_argument
-    add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1')
+    add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1; '
+        'hf-hub:USER/NAME and local-dir:FOLDER have weights')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', action=ParseKwargs, help='its arguments')
+    add('--pretrained', action='store_true', help="start from timm's weights of --model, and of --compare")
+    add('--initial-checkpoint', metavar='FILE', type=Path, help='start from the weights of a file')
+    add('--freeze', action='store_true', help='train the classifier alone')
+    add('--attend', metavar='PATTERN', nargs='+',
+        help='in phase 2 these convolutions of any CNN are attention, for example layer4.*')
     add('--start', choices=CHOICES['start'],
         help='point the heads of an untrained ViT of timm at nearby patches, with --switch 1')
     add('--architecture', metavar='NAME', help='phase-2 model (default: one with soft heads)')
@@ -48,7 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help='arguments of convert_model, such as peak=0.5')
     add('--compare', metavar='MODEL', nargs='+', default=[], help='also train these models of timm, for the same time')
     add = parser.add_argument_group('schedule').add_argument
-    add('--epochs', metavar='N', type=int, help=f'of both phases (default: about {STEPS} steps)')
+    add('--epochs', metavar='N', type=int,
+        help=f'of both phases (default: about {STEPS} steps, {PRETRAINED_STEPS} from weights)')
+    add('--minutes', metavar='M', type=float, help='as many epochs as take so long, instead')
     add('--switch', metavar='F', type=float,
         help='share of the epochs that phase 1 has (default: 1 for hybrids, 0.4 for others)')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
@@ -61,7 +78,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--warmup-epochs', metavar='N', type=int, default=5,
         help='at most a quarter of the epochs (default: %(default)s)')
     add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
+    add('--layer-decay', metavar='F', type=float, help='learning rate of a layer, relative to the next')
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
+    add('--class-weights', choices=CHOICES['class_weights'], help='weigh all classes alike, whatever their sizes')
     add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
     add('--keep', choices=CHOICES['keep'], default='last',
         help='weights to keep at the end; the best ones are chosen on the validation images (default: %(default)s)')
@@ -97,17 +116,34 @@ def check_options(args: argparse.Namespace) -> None:
             limits = ('above' if name in POSITIVE else 'at least') + (' 0 and at most 1' if name in SHARES else ' 0')
             raise ValueError(f'--{name.replace("_", "-")} {value} must be {limits}.')
     for name in filter(None, (args.model, *args.compare)):
-        if not timm.is_model(name):
+        if not name.startswith(SOURCES) and not timm.is_model(name):
             raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
+    if args.epochs and args.minutes:
+        raise ValueError('--epochs and --minutes are two lengths of one training: give one.')
+    if args.initial_checkpoint and (args.model is None or args.pretrained or args.model.startswith(SOURCES)):
+        raise ValueError(f'--initial-checkpoint {args.initial_checkpoint} needs the name of the --model that it is of.')
+    if args.pretrained and args.model is None:
+        raise ValueError('--pretrained needs a --model that timm has weights of, such as resnet18.a1_in1k.')
+    if args.freeze and (args.attend or not starts_from_weights(args)):
+        raise ValueError('--freeze trains the classifier of a model with weights: add --pretrained, without --attend.')
     for name, instead in dict(img_size='--img-size', seed='--seed', num_classes='the folders').items():
         if name in (args.model_kwargs or {}):
             raise ValueError(f'--model-kwargs {name} is given by {instead}: leave it out.')
 
 
-def choose_options(args: argparse.Namespace, images: Images, before: Mapping[str, str] = {}) -> List[str]:
+def choose_options(
+        args: argparse.Namespace,
+        images: Images,
+        before: Mapping[str, str] = {},
+        own_size: Optional[int] = None,
+) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice.
 
-    A run that was begun on another machine (`before`, its fingerprint) keeps what was chosen for that.
+    Args:
+        args: Options of the command.
+        images: What was found of images.
+        before: Fingerprint of the run, if it was begun on another machine: what was chosen for that is kept.
+        own_size: Pixels of a side that a model was trained with whose weights the run starts from.
     """
     args.num_images, args.classes, args.files = len(images.splits['train']), images.class_names, images.digest
     notes: List[str] = []
@@ -121,6 +157,8 @@ def choose_options(args: argparse.Namespace, images: Images, before: Mapping[str
                 notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
     size = max((each for each in SIZES if each <= 1.15 * images.side), default=SIZES[0])
+    if own_size is not None:
+        choose('img_size', own_size, 'that of the weights')
     choose('img_size', size, f'the shorter side of the images is {images.side} pixels')
     choose('fit', 'squash' if images.cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
     if args.fit == 'crop' and images.cropped > CROPPED_NOTED:
@@ -137,17 +175,30 @@ def choose_options(args: argparse.Namespace, images: Images, before: Mapping[str
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
-    choose('epochs', min(max(round(STEPS / steps), MIN_EPOCHS), MAX_EPOCHS), f'of {steps} steps each')
+    counts = Counter(target for _, target in images.splits['train'])
+    args.class_counts = [counts[i] for i in range(len(images.class_names))]
+    unequal = max(args.class_counts) / max(min(args.class_counts), 1)
+    if unequal > UNEQUAL and not args.class_weights:
+        notes.append(f'the largest class has {unequal:.0f} times the images of the smallest: '
+                     '--class-weights balanced weighs all classes alike')
+    total, least = (PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS) if own_size else (STEPS, MIN_EPOCHS)
+    if args.minutes is None:
+        choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
     lr_scale = min(args.batch_size * args.grad_accum_steps * args.world_size / LR_BATCH, 1.) ** 0.5
+    lr = HEAD_LR if args.freeze else PRETRAINED_LR if own_size else HYBRID_LR if is_hybrid else LR
     if args.compare:
-        choose('compare_lr', args.lr or float(f'{LR * lr_scale:.1e}'), 'of AdamW, for the other models')
-    lr = HYBRID_LR if is_hybrid else LR
+        choose('compare_lr', args.lr or float(f'{(lr if own_size else LR) * lr_scale:.1e}'), 'of AdamW, for the others')
+    kind = 'weights that are there' if own_size else 'small models'
     fewer = f', times the square root of {lr_scale ** 2:g} as steps are smaller' if lr_scale < 1 else ''
-    choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for small models and AdamW{fewer}')
-    choose('switch', 1. if is_hybrid else 0.4, 'of the epochs are phase 1')
+    choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for {kind} and AdamW{fewer}')
+    switch = ATTEND_SWITCH if args.attend else 1. if is_hybrid or own_size else 0.4
+    choose('switch', switch, 'of the epochs are phase 1')
+    if own_size:
+        choose('layer_decay', PRETRAINED_LAYER_DECAY, 'weights of early layers change least')
+        choose('mixup_prob', 0., 'in few epochs images are not mixed')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
-    if args.switch < 1 and args.epochs < 2:
+    if args.switch < 1 and args.epochs == 1:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
     choose('scale', 1. if is_small else CROP,
         'small images are shifted, not cropped' if is_small else 'of an image, or more, is what a crop keeps')

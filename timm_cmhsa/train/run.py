@@ -2,18 +2,15 @@
 import argparse
 import copy
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from statistics import median
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
-import timm
 import torch
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.optim import create_optimizer_v2
 from timm.utils import init_distributed_device, random_seed
 from torch import nn
 
+from ..cnn import attend_convs
 from ..convert import convert_model
 from ..errors import one_line
 from ..files import PathLike
@@ -21,6 +18,7 @@ from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution
 from .data import Images, make_loaders, open_images
+from .model import create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
 
@@ -99,6 +97,8 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
 
     def to_phase2(model: nn.Module) -> nn.Module:
         random_seed(args.seed)
+        if args.attend:
+            return attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], peak=PEAK)
         if rewrite is None:
             peak = None if args.architecture else PEAK
             return convert_model(model, args.architecture, **{'peak': peak, **args.phase2_kwargs})
@@ -110,6 +110,12 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         raise ValueError(one_line(e)) from e
     say = print if args.rank == 0 else (lambda *_, **__: None)
     say(*chosen, sep='\n')
+    if args.minutes is not None:
+        seconds = args.switch * trainer.seconds_per_epoch('phase1', model)
+        if args.switch < 1:
+            seconds += (1 - args.switch) * trainer.seconds_per_epoch('phase2', to_phase2(model))
+        args.epochs = max(round(60 * args.minutes / seconds), 1 + (args.switch < 1))
+        say(f'{args.epochs} epochs, of {seconds:.1f} seconds each')
     switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
     epochs1, epochs2 = range(switch), range(switch, args.epochs)
     schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
@@ -152,12 +158,19 @@ def _prepare(
     init_distributed_device(args)
     check_options(args)
     images = open_images(args)
-    chosen = [*images.notes, *choose_options(args, images, options_before(args.output))]
+    own_size = None
+    if starts_from_weights(args):
+        own = create_model(args.model, None, args.seed, pretrained=args.pretrained, **(args.model_kwargs or {}))
+        own_size = data_config(own)['input_size'][-1]
+    chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own_size)]
     common: Dict[str, Any] = dict(
-        img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit])
-    model = create_model(args.model, **common, **args.model_kwargs)
+        img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit],
+        pretrained=args.pretrained)
+    model = create_model(args.model, checkpoint=args.initial_checkpoint, **common, **args.model_kwargs)
     rivals = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
               for name in args.compare}
+    if args.freeze:
+        freeze_features(model)
     if args.switch < 1 or isinstance(model, CmhsaConv):
         try:
             to_phase2(model)
@@ -176,25 +189,10 @@ def _prepare(
     return images, chosen, model, rivals, trainer
 
 
-def create_model(name: str, img_size: int, seed: int, crop_mode: str = 'center', **kwargs: Any) -> nn.Module:
-    """Create a model of timm for images of this size, normalized alike for all, with weights by the seed alone."""
-    random_seed(seed)
-    kwargs['pretrained_cfg_overlay'] = dict(
-        crop_pct=1., crop_mode=crop_mode, input_size=(kwargs.get('in_chans', 3), img_size, img_size),
-        mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    try:
-        return timm.create_model(name, **{'img_size': img_size, **kwargs})
-    except TypeError:  # convolutional networks take any size
-        return timm.create_model(name, **kwargs)
-
-
 def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Judged:
     """Train another model for as many seconds, on the same images and by the same schedule."""
     lr = trainer.args.compare_lr
     title = f'{name}-{lr:g}'  # at another rate it is another training
-    timed = trainer.fit(f'{title}-timing', copy.deepcopy(model), range(4), range(4), lr=lr).history
-    # without the first epoch, which may compile
-    seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(timed))
-    epochs = range(max(round(duration / seconds), 1))
+    epochs = range(max(round(duration / trainer.seconds_per_epoch(title, model, lr)), 1))
     trained = trainer.fit(title, model, epochs, epochs, lr=lr)
     return trainer.judge(name, trained.judged, trained.history)

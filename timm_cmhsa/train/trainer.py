@@ -1,17 +1,19 @@
 """Train a model for some epochs of a schedule. A training that was stopped goes on to the same weights."""
+import copy
 import itertools
 import math
 import time
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
@@ -27,6 +29,7 @@ from ..errors import one_line
 from ..models import Cmhsa
 from .data import Loaders
 
+TIMED = 16  # steps in a row
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 
@@ -113,11 +116,16 @@ class Trainer:
         """Train on these images, with the complete options of the command."""
         self.args, self.loaders, self.device = args, loaders, torch.device(args.device)
         self.updates = len(loaders.train) // args.grad_accum_steps  # of an epoch
-        self.mixup, self.loss_fn = None, LabelSmoothingCrossEntropy(args.smoothing)
+        self.mixup, smoothing = None, args.smoothing
         if args.mixup or args.cutmix:
-            self.mixup = Mixup(args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
-                               num_classes=len(args.classes))
-            self.loss_fn = SoftTargetCrossEntropy()
+            self.mixup, smoothing = Mixup(
+                args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
+                num_classes=len(args.classes)), 0.
+        weight = None
+        if args.class_weights:
+            counts = torch.tensor(args.class_counts, dtype=torch.float)
+            weight = (counts.sum() / counts / len(counts)).to(self.device)
+        self.loss_fn = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
         self.writer: Any = None
         if args.log is not None and args.rank == 0:
             from torch.utils.tensorboard import SummaryWriter
@@ -193,12 +201,23 @@ class Trainer:
             convert_conv2d_weight_memory_format(each, torch.contiguous_format)  # as safetensors needs it
         return state
 
+    def seconds_per_epoch(self, name: str, model: nn.Module, lr: Optional[float] = None) -> float:
+        """Return how long an epoch of training takes, by a few steps of a copy. The answer stays when a run goes on."""
+        few = copy.copy(self)
+        few.updates, few.loaders = min(self.updates, TIMED), self.loaders._replace(
+            judged={'validation': self.loaders.drawn})
+        history = few.fit(f'{name}-timing', copy.deepcopy(model), range(4), range(4), lr=lr).history
+        # without the first, which may compile
+        seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
+        return seconds * self.updates / few.updates
+
     def _optimizer(
             self, model: nn.Module, before: Optional[Trained], lr: Optional[float]) -> torch.optim.Optimizer:
         """Create an optimizer. Parameters that `before` does not have get groups of their own, to warm up."""
         args = self.args
         lr = lr or (args.phase2_lr if before else None) or args.lr
-        optimizer = create_optimizer_v2(model, args.opt, lr=lr, weight_decay=args.weight_decay)
+        optimizer = create_optimizer_v2(
+            model, args.opt, lr=lr, weight_decay=args.weight_decay, layer_decay=args.layer_decay)
         if before is None or args.separate_schedules:
             return optimizer
         old = dict(before.model.named_parameters())
@@ -210,7 +229,7 @@ class Trainer:
         for group in list(optimizer.param_groups):
             new = [parameter for parameter in group['params'] if parameter not in kept]
             group['params'] = [parameter for parameter in group['params'] if parameter in kept]
-            optimizer.add_param_group({**group, 'params': new, 'is_new': True})
+            optimizer.add_param_group({**group, 'params': new, 'full_scale': group.get('lr_scale', 1.)})
         return optimizer
 
     def _train_epoch(
@@ -227,8 +246,9 @@ class Trainer:
         state.model.train()
         for update in range(epoch * self.updates, (epoch + 1) * self.updates):
             for group in optimizer.param_groups:
-                if group.get('is_new'):
-                    group['lr_scale'] = min((update - epochs.start * self.updates + 1) / warmup, 1.)
+                if 'full_scale' in group:
+                    warm = min((update - epochs.start * self.updates + 1) / warmup, 1.)
+                    group['lr_scale'] = group['full_scale'] * warm
             state.scheduler.step_update(update - schedule.start * self.updates)
             optimizer.zero_grad()
             for i, (images, targets) in enumerate(itertools.islice(batches, args.grad_accum_steps), 1):

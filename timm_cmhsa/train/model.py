@@ -1,0 +1,102 @@
+"""The models of a run: made by their names, or started from weights, for the images and classes at hand."""
+from argparse import Namespace
+from typing import Any, Dict, Optional
+
+import timm
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.utils import random_seed
+from timm.utils.model import freeze_batch_norm_2d
+
+from ..checkpoint import Checkpoint
+from ..errors import one_line
+from ..files import PathLike
+from ..models import Cmhsa, checkpoint_filter_fn
+
+SOURCES = 'hf-hub:', 'local-dir:'  # of models with weights, before their names
+
+
+def starts_from_weights(args: Namespace) -> bool:
+    return args.pretrained or args.initial_checkpoint is not None or (args.model or '').startswith(SOURCES)
+
+
+def create_model(
+        name: str,
+        img_size: Optional[int],
+        seed: int,
+        crop_mode: str = 'center',
+        pretrained: bool = False,
+        checkpoint: Optional[PathLike] = None,
+        **kwargs: Any,
+) -> Any:
+    """Create a model of timm for square images of this size.
+
+    Without weights, images are normalized alike for all models, and the seed alone decides. With them, images are
+    prepared as the model is used to, and the classifier is new if there is another number of classes.
+
+    Args:
+        name: Name in timm, with a tag or not; 'hf-hub:USER/NAME' or 'local-dir:FOLDER', which have weights.
+        img_size: Pixels of a side; None for the model's own.
+        seed: Of new weights.
+        crop_mode: How oblong images become square, in timm's terms.
+        pretrained: Start from timm's weights of that name.
+        checkpoint: File to start from, see `load_weights`.
+        **kwargs: Arguments of `timm.create_model`.
+
+    Raises:
+        ValueError: If there are no such weights, or they cannot be downloaded, or are of another model.
+    """
+    random_seed(seed)
+    has_weights = pretrained or name.startswith(SOURCES)
+    overlay: Dict[str, Any] = {}
+    if not has_weights and checkpoint is None:
+        overlay = dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+    sizes = [{}] if img_size is None else [{'img_size': img_size}, {}]  # convolutional networks take any size
+    for size in sizes:
+        try:
+            model = timm.create_model(name, has_weights, pretrained_cfg_overlay=overlay, **size, **kwargs)
+            break
+        except TypeError:
+            if size is sizes[-1]:
+                raise
+        except Exception as e:  # timm and the Hub have many kinds
+            raise ValueError(f'{name} cannot be created{" with weights" * has_weights}: {one_line(e)}') from e
+    cfg: Dict[str, Any] = dict(model.pretrained_cfg, crop_mode=crop_mode)
+    if img_size is not None:
+        in_chans = kwargs.get('in_chans', cfg['input_size'][0])
+        cfg.update(input_size=(in_chans, img_size, img_size), test_input_size=None)
+    model.pretrained_cfg = model.default_cfg = cfg
+    if checkpoint is not None:
+        load_weights(model, checkpoint)
+    return model
+
+
+def load_weights(model: Any, file: PathLike) -> None:
+    """Load a checkpoint or state dict, without a classifier of another number of classes.
+
+    Raises:
+        ValueError: If it is of another model.
+    """
+    tensors, own = Checkpoint.read(file).tensors, model.state_dict()
+    if isinstance(model, Cmhsa):
+        tensors = checkpoint_filter_fn(tensors, model)
+    names = model.pretrained_cfg['classifier']
+    heads = tuple(f'{name}.' for name in ((names,) if isinstance(names, str) else names))
+    fitting = {name: tensor for name, tensor in tensors.items()
+               if name in own and own[name].shape == tensor.shape}
+    others = [name for name in own if name not in fitting and not name.startswith(heads)
+              and not name.endswith('num_batches_tracked')]
+    if others:
+        found = f'has it as {tuple(tensors[others[0]].shape)}' if others[0] in tensors else 'lacks it'
+        raise ValueError(
+            f'{file} is not of this model, whose {others[0]} is {tuple(own[others[0]].shape)}: the file {found}. Give '
+            'the --model that it is of, with its arguments.')
+    model.load_state_dict(fitting, strict=False)
+
+
+def freeze_features(model: Any) -> None:
+    """Leave nothing but the classifier to learn; batch norm keeps its statistics. timm's `unfreeze` ends it."""
+    head = model.get_classifier()
+    model.requires_grad_(False)
+    freeze_batch_norm_2d(model)
+    for each in head if isinstance(head, tuple) else (head,):
+        each.requires_grad_(True)
