@@ -89,11 +89,7 @@ def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> 
         architecture,
         **args,
         **model.drop_rates,
-        num_heads=attn.num_heads,
-        head_dim=attn.head_dim,
-        qk_dim=attn.qk_dim,
-        rel_pos=attn.rel_pos.name,
-        padding=attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None,
+        **attn.args(),
         pretrained_cfg_overlay=dict(
             overlay, input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes),
         device=torch.device('meta'),

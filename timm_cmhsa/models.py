@@ -8,7 +8,7 @@ self-attention with relative position bias. Otherwise both are timm's `VisionTra
 position embedding, with global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, Mapping, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -27,7 +27,7 @@ from .layers import (
     check_divisible,
     init_patch_identity,
 )
-from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
+from .rel_pos import Grid, RelPosTable
 
 MLP_LAYERS = {'mlp': Mlp, 'depthwise': DepthwiseMlp}
 
@@ -207,7 +207,6 @@ class CmhsaConv(Cmhsa):
 
 class CmhsaAttn(Cmhsa):
     """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
-    hard_attn = False
 
     def __init__(
             self,
@@ -246,34 +245,17 @@ class CmhsaAttn(Cmhsa):
                 proj_drop=self.drop_rates['proj_drop_rate'],
                 rel_pos=rel_pos,
                 padding=padding,
+                hard_attn=hard_attn,
                 **dd,
             )
-        self.hard_attn = hard_attn
-        if hard_attn:
-            self._init_hard_attn()
-        self.register_load_state_dict_post_hook(_update_hard_attn)
 
     def model_args(self) -> Dict[str, Any]:
-        attn = self.blocks[0].attn
-        if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
-            raise ValueError('A model that was reparameterized for inference cannot be built anew: use its source.')
-        padding = attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None
-        return dict(
-            super().model_args(), num_heads=attn.num_heads, head_dim=attn.head_dim, qk_dim=attn.qk_dim,
-            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name, padding=padding)
+        return dict(super().model_args(), **self._attn_layers()[0].args())
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
         if not self.stem:
             init_patch_identity(self.patch_embed.proj)
-        if self.hard_attn:
-            self._init_hard_attn()
-
-    def _init_hard_attn(self) -> None:
-        if not self.blocks[0].attn.qkv.weight.is_meta:
-            for block in self.blocks:
-                block.attn.point_at_nearest()
-            self.set_hard_attn()
 
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute hard heads as shifts, for training too, or as attention again.
@@ -284,33 +266,19 @@ class CmhsaAttn(Cmhsa):
         Raises:
             ValueError: If a head is not hard, attention weights are to be dropped, or the model was reparameterized.
         """
-        if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
-            raise ValueError('A model that was reparameterized for inference cannot be trained: use its source.')
+        layers = self._attn_layers()
         if enable:
-            for block in self.blocks:
-                block.attn.all_hard_offsets()  # raises before any layer is changed
-        for block in self.blocks:
-            block.attn.set_hard_attn(enable)
-        self.hard_attn = enable
+            for attn in layers:
+                attn.all_hard_offsets()  # raises before any layer is changed
+        for attn in layers:
+            attn.set_hard_attn(enable)
 
-    def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        super().set_input_size(img_size, patch_size)
-        _update_hard_attn(self)
-
-
-def _update_hard_attn(model: nn.Module, incompatible_keys: Any = None) -> None:
-    """Compute the heads that were loaded or resized as shifts if they are hard, and as attention otherwise."""
-    assert isinstance(model, CmhsaAttn)
-    attn = model.blocks[0].attn
-    if not model.hard_attn or not isinstance(attn, RelPosAttention) or attn.qkv.weight.is_meta:
-        return
-    for block in model.blocks:
-        block.attn.rel_pos.init_non_persistent_buffers()  # a model from the meta device has none yet
-    try:
-        model.set_hard_attn()
-    except ValueError:
-        model.set_hard_attn(False)
-        raise
+    def _attn_layers(self) -> List[RelPosAttention]:
+        layers = [block.attn for block in self.blocks]
+        if not all(isinstance(attn, RelPosAttention) for attn in layers):
+            raise ValueError(
+                'A model that was reparameterized for inference can be neither trained nor built anew: use its source.')
+        return layers
 
 
 def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:
