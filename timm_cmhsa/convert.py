@@ -177,41 +177,27 @@ class LayerReport(NamedTuple):
 
 
 @dataclass
-class Verification:
-    """How exactly a phase-2 model replaces its phase-1 source."""
+class ConversionReport:
+    """How exactly a phase-2 model replaces its phase-1 source; prints as text."""
     layers: List[LayerReport]
     logits_error: float  # the largest, relative to the source's largest logit
     top1_agreement: float  # share of the images with the same predicted class
+    about: Dict[str, str] = field(default_factory=dict)  # what `convert_checkpoint` did, by heading
 
     @property
     def max_error(self) -> float:
         """Return the largest error of layers and logits; NaN if one of them is NaN."""
         errors = [self.logits_error, *(layer.error for layer in self.layers)]
-        return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
-@dataclass
-class ConversionReport(Verification):
-    """What `convert_checkpoint` did, and how exact it is; prints as text."""
-    architecture: str  # the registered model that the result was made with
-    model_args: Dict[str, Any]  # its arguments for `timm.create_model`
-    options: HeadOptions
-    num_images: Tuple[int, int]  # random ones, and the user's, that it was verified on
-    notes: List[str] = field(default_factory=list)  # what was assumed while the checkpoint was read
+        return torch.tensor(errors, dtype=torch.double).max().item()
 
     @property
     def details(self) -> Dict[str, Dict[str, str]]:
-        """Return how the model was made, by heading, for its model card."""
-        options = self.options
-        heads = f'hard, sharpness {options.sharpness:.3g}' if options.peak is None else f'soft, peak {options.peak:g}'
-        random, real = self.num_images
+        """Return how the model was made and how exact it is, by heading, for its model card."""
         return {'Conversion': {
-            'Rewrite': 'Theorem 1 of arXiv 2111.01353',
-            'Heads': f'{options.num_heads} of width {options.head_dim}, queries and keys of {options.qk_dim}, {heads}',
+            **self.about,
             'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
             'Error of the logits': f'{self.logits_error:.1e} of the largest logit',
-            'Top-1 agreement': f'{self.top1_agreement:.2%} on {random} random and {real} real images',
-            **({'Notes': '; '.join(self.notes)} if self.notes else {}),
+            'Top-1 agreement': f'{self.top1_agreement:.2%}',
         }}
 
     def __str__(self) -> str:
@@ -219,12 +205,11 @@ class ConversionReport(Verification):
         rows = [('layer', 'heads used', 'error'), *rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        about = [f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items()]
-        return '\n'.join([f'{self.architecture}, images of {self.model_args["img_size"]} pixels', *lines, *about])
+        return '\n'.join(lines + [f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items()])
 
 
 @torch.inference_mode()
-def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
+def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> ConversionReport:
     """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
     The models run in their own types, and errors are computed in float64. Every layer gets the input of its
@@ -272,4 +257,4 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
     heads = [(int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
              for attn in (block.attn for block in target.blocks)]
     layers = [LayerReport(f'blocks.{i}.attn', used, total, errors[i]) for i, (used, total) in enumerate(heads)]
-    return Verification(layers, errors[-1], torch.cat(same_class).double().mean().item())
+    return ConversionReport(layers, errors[-1], torch.cat(same_class).double().mean().item())
