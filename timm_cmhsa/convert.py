@@ -64,15 +64,12 @@ def convert_with(
     layers = [rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, options, generator, heads)
               for mixer in (block.attn for block in source.blocks)]
     converted = _empty_model(source, architecture, layers[0])
-    for name, child in source.named_children():
-        if name not in ('patch_embed', 'blocks'):
-            setattr(converted, name, copy.deepcopy(child))
-    for i, (block, attn) in enumerate(zip(source.blocks, layers)):
-        attn.attn_drop, attn.proj_drop = converted.blocks[i].attn.attn_drop, copy.deepcopy(block.attn.proj_drop)
-        converted.blocks[i] = copy.deepcopy(block)
-        converted.blocks[i].attn = attn
     proj, weight = converted.patch_embed.proj, next(source.parameters())
-    converted.patch_embed = copy.deepcopy(source.patch_embed)
+    for name, child in copy.deepcopy(source).named_children():
+        setattr(converted, name, child)
+    for block, attn in zip(converted.blocks, layers):
+        attn.attn_drop, attn.proj_drop = nn.Dropout(source.drop_rates['attn_drop_rate']), block.attn.proj_drop
+        block.attn = attn
     if isinstance(proj, nn.Conv2d):
         converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
         init_patch_identity(proj)
@@ -82,16 +79,16 @@ def convert_with(
 
 def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> CmhsaAttn:
     """Return a phase-2 model with such attention and everything else as in phase 1, on the meta device."""
-    args = {key: value for key, value in model.model_args().items() if key != 'kernel_size'}
-    source = getattr(model, 'pretrained_cfg', None) or {}
+    args, source = model.model_args(), getattr(model, 'pretrained_cfg', None) or {}
+    args.pop('kernel_size')
     overlay = {key: source[key] for key in DATA_KEYS if source.get(key) is not None}
+    overlay.update(input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
     return timm.create_model(
         architecture,
         **args,
         **model.drop_rates,
         **attn.args(),
-        pretrained_cfg_overlay=dict(
-            overlay, input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes),
+        pretrained_cfg_overlay=overlay,
         device=torch.device('meta'),
     )
 
@@ -132,7 +129,6 @@ def _complete(
     Raises:
         ValueError: If the architecture or an option is unknown.
     """
-    options.check()
     if architecture is None:
         kind = 'cmhsa_attn' if options.peak is None else 'cmhsa_attn_soft'
         architecture = registered_variant(
@@ -140,32 +136,26 @@ def _complete(
     if architecture not in HEADS:
         raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(HEADS)}.')
     defaults, mixer, dim = HeadOptions(**HEADS[architecture]), model.blocks[0].attn, model.embed_dim
-    peak, rel_pos = options.peak, options.rel_pos
-    if peak is None and rel_pos != RelPosTable.name and defaults.rel_pos == PaddedRelPosTable.name:
-        peak = DEFAULT_PEAK
-        options._replace(peak=peak).check()
-    if rel_pos is None:
-        rel_pos = PaddedRelPosTable.name if peak is not None else defaults.rel_pos or RelPosTable.name
-    head_dim = options.head_dim
+    if options.peak is None and options.rel_pos != RelPosTable.name and defaults.rel_pos == PaddedRelPosTable.name:
+        options = options._replace(peak=DEFAULT_PEAK)
+    options.check()
+    num_heads, head_dim, qk_dim, sharpness, rel_pos, peak = options
     if head_dim is None:  # thin heads are 96 wide for tokens of 768, 48 for 192
         head_dim = dim if defaults.head_dim is None else max(dim // 8, min(48, dim))
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, peak)
-    num_heads, qk_dim = options.num_heads, options.qk_dim
     if num_heads is None:
         is_default = options.head_dim is None and defaults.head_dim in (None, head_dim)
         num_heads = max(len(heads), defaults.num_heads or 0) if is_default else len(heads)
     if qk_dim is None:
         usual = defaults.qk_dim or (WIDE_QK_DIM if defaults.head_dim is None else THIN_QK_DIM)
         qk_dim = min(usual, head_dim) if options.head_dim is None else default_qk_dim(dim, head_dim)
-    return architecture, options._replace(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        qk_dim=qk_dim,
-        sharpness=options.sharpness or exact_sharpness(
-            math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
-        rel_pos=rel_pos,
-        peak=peak if any(head.is_soft for head in heads) else None,
-    ), heads
+    if sharpness is None:
+        sharpness = exact_sharpness(math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype))
+    if rel_pos is None:
+        rel_pos = RelPosTable.name if peak is None else PaddedRelPosTable.name
+    if not any(head.is_soft for head in heads):
+        peak = None
+    return architecture, HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak), heads
 
 
 class LayerReport(NamedTuple):
