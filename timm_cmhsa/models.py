@@ -18,15 +18,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
-from .layers import (
-    ConvStem,
-    DepthwiseMlp,
-    PatchConv2d,
-    PatchReshape,
-    Size2d,
-    check_divisible,
-    init_patch_identity,
-)
+from .layers import ConvStem, DepthwiseMlp, PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
 from .rel_pos import Grid, RelPosTable
 
 MLP_LAYERS = {'mlp': Mlp, 'depthwise': DepthwiseMlp}
@@ -68,17 +60,9 @@ class Cmhsa(VisionTransformer):
             stem: Convolutions before the tokens, see `ConvStem`. A token is then a pixel of the stem's output: it
                 covers `patch_size` pixels of the image, as many as the stem reduces to one, and has `hidden_chans`
                 channels, the stem's last width.
-            num_classes: Number of classes for the classification head.
-            global_pool: Type of global pooling of the final tokens.
-            fc_norm: Normalize after the pooling instead of before.
-            depth: Number of blocks.
-            mlp_ratio: Ratio of MLP hidden width to token width.
+            num_classes, global_pool, fc_norm, depth, mlp_ratio, init_values: As in timm's `VisionTransformer`, and so
+                are all rates; phase 1 has no attention weights to drop.
             mlp_layer: 'mlp', or 'depthwise' for `DepthwiseMlp`.
-            init_values: Initial values of layer scale; None for no layer scale.
-            drop_rate: Head dropout rate.
-            proj_drop_rate: Dropout rate of token mixers and MLPs.
-            attn_drop_rate: Dropout rate of the attention weights; phase 1 has none.
-            drop_path_rate: Stochastic depth rate.
             norm_layer: Normalization layer; the stem and `DepthwiseMlp` have batch norm.
             act_layer: Activation layer of MLPs and stem.
 
@@ -296,17 +280,14 @@ def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
     """Pad or crop the bias tables of a checkpoint for another image size."""
     check_phase(state_dict, model)
-    grid_size, out_dict = model.patch_embed.grid_size, {}
-    tables = {f'{name}.relative_position_bias_table': module for name, module in model.named_modules()
-              if isinstance(module, RelPosTable)}
-    for name, tensor in state_dict.items():
-        rel_pos = tables.get(name)
-        if rel_pos is not None:
-            source = _grid_of_table(model, len(tensor), rel_pos.padding)
-            if source is not None and source != grid_size:
-                scale = state_dict.get(name.replace('relative_position_bias_table', 'bias_scale'))
-                tensor = rel_pos.resize_table(tensor, source, grid_size, scale)
-        out_dict[name] = tensor
+    out_dict = dict(state_dict)
+    for name, module in model.named_modules():
+        key = f'{name}.relative_position_bias_table'
+        if isinstance(module, RelPosTable) and key in state_dict:
+            source = _grid_of_table(model, len(state_dict[key]), module.padding)
+            if source is not None and source != module.grid_size:
+                scale = state_dict.get(f'{name}.bias_scale')
+                out_dict[key] = module.resize_table(state_dict[key], source, module.grid_size, scale)
     return out_dict
 
 
