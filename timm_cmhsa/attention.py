@@ -50,16 +50,16 @@ class RelPosAttention(nn.Module):
         Args:
             dim: Token width.
             grid_size: Patches per image side.
-            num_heads: Number of heads.
-            head_dim: Width of a head's values; by default that of a token, as in the paper (d_H = d).
+            num_heads: Number of heads, N_H.
+            head_dim: Width of a head's values, d_H; by default that of a token, as in the paper.
             qk_dim: Width of a head's queries and keys; by default 64, or 32 for heads thinner than a token, and at most
                 `head_dim`. The paper has `head_dim`. Positions need no queries: these carry content alone.
             dim_out: Output width; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
-            rel_pos: Relative position bias, see `create_rel_pos`.
-            padding: Patches of padding around the grid of a 'padded_table'.
+            rel_pos: Relative position bias, 'table' or 'padded_table'.
+            padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
             hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
 
         Raises:

@@ -84,29 +84,13 @@ class Cmhsa(VisionTransformer):
         embed_dim = hidden_chans * (1 if stem else math.prod(to_2tuple(patch_size)))
         self.stem = stem  # timm's constructor calls init_weights
         super().__init__(
-            img_size=img_size,
-            patch_size=patch_size,
-            in_chans=in_chans,
-            num_classes=num_classes,
-            global_pool=global_pool,
-            embed_dim=embed_dim,
-            depth=depth,
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, num_classes=num_classes,
+            global_pool=global_pool, fc_norm=fc_norm, depth=depth, mlp_ratio=mlp_ratio, init_values=init_values,
+            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, drop_path_rate=drop_path_rate,
+            norm_layer=norm_layer, act_layer=act_layer, mlp_layer=MLP_LAYERS[mlp_layer],
             num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
-            mlp_ratio=mlp_ratio,
-            init_values=init_values,
-            class_token=False,
-            pos_embed='none',
-            fc_norm=fc_norm,
-            drop_rate=drop_rate,
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            norm_layer=norm_layer,
-            act_layer=act_layer,
-            mlp_layer=MLP_LAYERS[mlp_layer],
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
-            device=device,
-            dtype=dtype,
-        )
+            class_token=False, pos_embed='none', device=device, dtype=dtype)
         self.in_chans, self.hidden_chans = in_chans, hidden_chans
         self.token_size = (1, 1) if stem else to_2tuple(patch_size)  # pixels that a token holds, of the stem if any
         self.fixed_args = dict(
@@ -206,32 +190,16 @@ class CmhsaAttn(Cmhsa):
     ) -> None:
         """
         Args:
-            num_heads: Number of heads, N_H.
-            head_dim: Width of a head's values, d_H; by default that of a token.
-            qk_dim: Width of a head's queries and keys; by default 64, or 32 for heads thinner than a token.
-            qkv_bias: Give queries, keys and values a bias.
-            rel_pos: Relative position bias, 'table' or 'padded_table', see `create_rel_pos`.
-            padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
-            hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
+            num_heads, head_dim, qk_dim, qkv_bias, rel_pos, padding, hard_attn: See `RelPosAttention`.
             **kwargs: See `Cmhsa`.
         """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:
             block.attn = RelPosAttention(
-                self.embed_dim,
-                self.patch_embed.grid_size,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                qk_dim=qk_dim,
-                qkv_bias=qkv_bias,
-                attn_drop=self.drop_rates['attn_drop_rate'],
-                proj_drop=self.drop_rates['proj_drop_rate'],
-                rel_pos=rel_pos,
-                padding=padding,
-                hard_attn=hard_attn,
-                **dd,
-            )
+                self.embed_dim, self.patch_embed.grid_size, num_heads, head_dim, qk_dim, qkv_bias=qkv_bias,
+                attn_drop=self.drop_rates['attn_drop_rate'], proj_drop=self.drop_rates['proj_drop_rate'],
+                rel_pos=rel_pos, padding=padding, hard_attn=hard_attn, **dd)
 
     def model_args(self) -> Dict[str, Any]:
         return dict(super().model_args(), **self._attn_layers()[0].args())
