@@ -1,6 +1,5 @@
 """A phase-1 checkpoint in, a verified phase-2 checkpoint out, by the function and by the command."""
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import images_for, max_error, phase1, run_forked, run_python
+from helpers import images_for, max_error, phase1, run_forked
 from PIL import Image
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict, load_model
@@ -93,31 +92,6 @@ def test_averaged_weights_are_taken_and_the_report_says_so(model, tmp_path, caps
     assert run(tmp_path / 'last.pth.tar', tmp_path / 'raw', '--no-ema') == 0
     assert 'EMA' not in capsys.readouterr().out
     assert_same(model, tmp_path / 'raw')
-
-
-TRAIN = '''
-import argparse, timm
-parser = argparse.ArgumentParser()
-for name in ('--data-dir', '--model', '--config', '--experiment'):
-    parser.add_argument(name, required=True)
-parser.add_argument('--pretrained', action='store_true')
-args = parser.parse_args()
-open(args.config).close()
-print(timm.create_model(args.model, pretrained=args.pretrained).pretrained_cfg['architecture'])
-'''
-
-
-def test_the_closing_hint_can_be_followed(src, tmp_path, monkeypatch, capsys):
-    """With a script that takes its options as timm's does; with that itself see test_train_script.py."""
-    monkeypatch.chdir(tmp_path)
-    Path('pytorch-image-models').mkdir()
-    Path('examples').symlink_to(Path(__file__).parents[1] / 'examples')
-    Path('pytorch-image-models/train.py').write_text(TRAIN)
-    assert run(src, 'phase 2') == 0
-    python, *hint = shlex.split(capsys.readouterr().out.split('clone: ')[1])
-    assert python == 'python'
-    result = run_python(*hint)
-    assert result.stdout == f'{load_model("phase 2").pretrained_cfg["architecture"]}\n', result.stderr
 
 
 def test_what_was_assumed_is_in_the_report(model, tmp_path):
