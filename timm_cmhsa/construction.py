@@ -119,13 +119,8 @@ def conv2d_to_attention(
 
 @torch.no_grad()
 def rewrite(
-        conv: nn.Conv2d,
-        patch_size: Size2d,
-        grid_size: Size2d,
-        options: HeadOptions,
-        generator: torch.Generator,
-        heads: List[Head],
-) -> RelPosAttention:
+        conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: HeadOptions, generator: torch.Generator,
+        heads: List[Head]) -> RelPosAttention:
     """Rewrite a convolution by planned heads, see `conv2d_to_attention` and `plan_heads`, for any padding.
 
     The patches of the output may cover more or less of it. The generator is for keys and spare heads.
@@ -181,12 +176,8 @@ def rewrite(
 
 
 def plan_heads(
-        conv: nn.Conv2d,
-        patch_size: Size2d,
-        grid_size: Size2d,
-        head_dim: Optional[int] = None,
-        peak: Optional[float] = None,
-) -> List[Head]:
+        conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, head_dim: Optional[int] = None,
+        peak: Optional[float] = None) -> List[Head]:
     """Give every offset the heads that its inputs fill; a head of full width carries its patch whole.
 
     With full-width heads, an odd kernel without stride and dilation, and a grid that is larger than its reach, these

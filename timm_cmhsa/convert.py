@@ -49,11 +49,7 @@ def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads:
 
 
 @torch.no_grad()
-def convert_with(
-        model: nn.Module,
-        architecture: Optional[str],
-        options: HeadOptions,
-) -> Tuple[CmhsaAttn, HeadOptions]:
+def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOptions) -> Tuple[CmhsaAttn, HeadOptions]:
     """Rewrite a phase-1 model, see `convert_model`; return it with the options without gaps."""
     source = _plain_model(model)
     architecture, options, heads = _complete(source, architecture, options)
@@ -120,15 +116,8 @@ def _plain_model(model: nn.Module) -> CmhsaConv:
 
 
 def _complete(
-        model: CmhsaConv,
-        architecture: Optional[str],
-        options: HeadOptions,
-) -> Tuple[str, HeadOptions, List[Head]]:
-    """Return the architecture, the options without gaps, and the plan of the heads of every layer.
-
-    Raises:
-        ValueError: If the architecture or an option is unknown.
-    """
+        model: CmhsaConv, architecture: Optional[str], options: HeadOptions) -> Tuple[str, HeadOptions, List[Head]]:
+    """Return the architecture, the options without gaps, and the plan of the heads of every layer."""
     if architecture is None:
         kind = 'cmhsa_attn' if options.peak is None else 'cmhsa_attn_soft'
         architecture = registered_variant(
@@ -244,7 +233,8 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Conv
             same_class.append(expected.argmax(dim=-1).cpu() == actual.argmax(dim=-1).cpu())
     tiny = torch.finfo(torch.double).tiny  # for models whose outputs are all zero
     errors = (largest[0] / largest[1].clamp(min=tiny)).tolist()
-    heads = [(int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
-             for attn in (block.attn for block in target.blocks)]
-    layers = [LayerReport(f'blocks.{i}.attn', used, total, errors[i]) for i, (used, total) in enumerate(heads)]
+    layers = []
+    for i, attn in enumerate(block.attn for block in target.blocks):
+        used = (int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
+        layers.append(LayerReport(f'blocks.{i}.attn', *used, errors[i]))
     return ConversionReport(layers, errors[-1], torch.cat(same_class).double().mean().item())
