@@ -235,6 +235,6 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Conv
     errors = (largest[0] / largest[1].clamp(min=tiny)).tolist()
     layers = []
     for i, attn in enumerate(block.attn for block in target.blocks):
-        used = (int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
-        layers.append(LayerReport(f'blocks.{i}.attn', *used, errors[i]))
+        heads = (int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
+        layers.append(LayerReport(f'blocks.{i}.attn', heads[0], heads[1], errors[i]))
     return ConversionReport(layers, errors[-1], torch.cat(same_class).double().mean().item())
