@@ -160,6 +160,24 @@ def test_half_precision_converts_as_exactly_as_float32(dtype, options):
     assert verify(model.float(), converted.float(), images_for(model)).max_error <= 2e-6
 
 
+@pytest.mark.parametrize('peak', [None, 0.75])
+def test_hard_heads_stay_where_they_are_and_soft_heads_move(peak):
+    """Under Adam, biases, queries and keys of soft heads move as far as values, those of hard heads hardly at all."""
+    model = convert_model(phase1(img_size=16, depth=2, num_classes=3).train(), peak=peak)
+    start, images, labels = copy.deepcopy(model), torch.randn(8, 3, 16, 16), torch.arange(8) % 3
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+    moves = {name: (parameter - start.get_parameter(name)).abs() for name, parameter in model.named_parameters()}
+    for i, block in enumerate(model.blocks):
+        query, key, value = (part.max() for part in moves[f'blocks.{i}.attn.qkv.weight'].split(block.attn.widths))
+        biases = [move.max() for name, move in moves.items() if name.startswith(f'blocks.{i}.attn.rel_pos')]
+        for moved in (query, key, *biases):
+            assert moved >= 0.5 * value if peak else moved <= 0.1 * value
+
+
 # What is refused
 
 
