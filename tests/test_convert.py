@@ -185,8 +185,6 @@ def test_hard_heads_stay_where_they_are_and_soft_heads_move(peak):
     ({'architecture': 'resnet18'}, 'resnet18 is not a phase-2 model: choose one of .*cmhsa_attn_soft'),
     ({'num_heads': 8}, r'num_heads=8 with head_dim=48 cannot .* use 9 heads of 48'),
     ({'num_heads': 9, 'peak': 0.5}, 'use 10 heads of 48'),
-    ({'rel_pos': 'learned'}, "rel_pos='learned' cannot express a convolution"),
-    ({'rel_pos': 'table', 'peak': 0.5}, "peak=0.5 needs rel_pos='padded_table'"),
     ({'peak': 2}, 'peak=2 must be a number between 0 and 1'),
 ])
 def test_what_cannot_be_converted_to_is_refused(options, message):

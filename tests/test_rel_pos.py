@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from timm.layers import RelPosBias
 from torch import nn
 
-from timm_cmhsa.rel_pos import RelPosTable, create_rel_pos, exact_sharpness
+from timm_cmhsa.rel_pos import create_rel_pos, exact_sharpness
 
 sizes = st.integers(1, 4)
 pairs = st.tuples(sizes, sizes)
@@ -136,33 +136,12 @@ def test_a_trained_padded_table_is_resized_relative_to_its_median(grid, new_grid
         torch.testing.assert_close(shifted.get_bias().softmax(dim=-1), rel_pos.get_bias().softmax(dim=-1))
 
 
-def test_optimizers_find_the_parameters_in_the_same_order():
-    assert [name for name, _ in RelPosTable((2, 2), 1).named_parameters()] == [
-        'relative_position_bias_table', 'zero_key_bias']
-
-
 @all_tables
 def test_autocast_does_not_round_biases(name):
     rel_pos = create_rel_pos(name, (2, 3), 4)
     with torch.autocast('cpu', torch.bfloat16):
         under_autocast = rel_pos.get_bias()
     assert torch.equal(rel_pos.get_bias(), under_autocast)
-
-
-@all_tables
-def test_creation_without_memory(name):
-    """timm's protocol: buffers that no checkpoint holds are filled afterwards."""
-    expected = create_rel_pos(name, (2, 3), 4)
-    rel_pos = create_rel_pos(name, (2, 3), 4, device=torch.device('meta')).to_empty(device='cpu')
-    rel_pos.init_non_persistent_buffers()
-    rel_pos.load_state_dict(expected.state_dict())
-    assert torch.equal(rel_pos.get_bias(), expected.get_bias())
-    rel_pos = create_rel_pos(name, (2, 3), 4, device=torch.device('meta'))
-    for module in (rel_pos, expected):  # parameters may come first
-        module.load_state_dict(expected.state_dict(), assign=True)
-        module.init_non_persistent_buffers()
-    assert torch.equal(rel_pos.offsets, expected.offsets)
-    assert torch.equal(rel_pos.get_bias(), expected.get_bias())
 
 
 @pytest.mark.parametrize('padding', [-1, 1.5, '1', (1, 2, 3)])

@@ -215,6 +215,15 @@ def test_again_after_a_change_of_the_size(case):
         torch.testing.assert_close(model.state_dict()[key], tensor, msg=key)
 
 
+def assert_refused(model, message, **options):
+    """In one line, and the model stays as it was."""
+    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message) as error:
+        start_as_convolution(model, **options)
+    assert '\n' not in str(error.value)
+    assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
+
+
 @pytest.mark.parametrize(('name', 'kwargs', 'options', 'message'), [
     ('resnet18', {}, {}, 'ResNet cannot be started as a convolution: it needs to be'),
     ('test_cmhsa_attn', {}, {}, "it needs timm's Block"),
@@ -231,29 +240,18 @@ def test_again_after_a_change_of_the_size(case):
     ('beit_base_patch16_224', {}, dict(kernel_size=29), 'below 28'),
 ])
 def test_what_cannot_be_pointed(name, kwargs, options, message):
-    model = timm.create_model(name, **({} if name == 'resnet18' else {'depth': 1}), **kwargs)
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message) as error:
-        start_as_convolution(model, **options)
-    assert '\n' not in str(error.value)
-    assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
+    depth = {} if name == 'resnet18' else {'depth': 1}
+    assert_refused(timm.create_model(name, **depth, **kwargs), message, **options)
 
 
 @pytest.mark.parametrize(('images', 'message'), [
-    (torch.randn(2, 3, 48, 48), r'where \(B, 3, 32, 32\) is needed'),
-    (torch.randn(2, 1, 32, 32), r'where \(B, 3, 32, 32\) is needed'),
-    (torch.randn(3, 32, 32), r'where \(B, 3, 32, 32\) is needed'),
-    (torch.randn(0, 3, 32, 32), r'where \(B, 3, 32, 32\) is needed'),
+    *((torch.randn(shape), r'where \(B, 3, 32, 32\) is needed') for shape in (
+        (2, 3, 48, 48), (2, 1, 32, 32), (3, 32, 32), (0, 3, 32, 32))),
     (torch.full((2, 3, 32, 32), float('nan')), 'weight of nan'),
     ('nowhere', 'nowhere'),
 ])
 def test_images_that_do_not_fit(images, message):
-    model = create(VITS['any size'])
-    before = {key: tensor.clone() for key, tensor in model.state_dict().items()}
-    with pytest.raises(ValueError, match=message) as error:
-        start_as_convolution(model, images)
-    assert '\n' not in str(error.value)
-    assert all(tensor.equal(before[key]) for key, tensor in model.state_dict().items())
+    assert_refused(create(VITS['any size']), message, images=images)
 
 
 def test_maps_of_images_of_another_size():
@@ -265,8 +263,7 @@ def test_maps_of_images_of_another_size():
 def test_a_shorter_code_needs_a_new_model():
     model = start_as_convolution(create(VITS['many patches']))
     model.set_input_size(img_size=(32, 32))
-    with pytest.raises(ValueError, match='create it anew'):
-        start_as_convolution(model)
+    assert_refused(model, 'create it anew')
 
 
 def test_pictures_of_a_stock_vit(tmp_path):

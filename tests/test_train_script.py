@@ -333,7 +333,7 @@ def test_recipe_for_own_images(few, tmp_path):
     phase('phase1', CONV)
     report = convert_checkpoint(
         tmp_path / 'phase1' / 'model_best.pth.tar', tmp_path / 'converted', images=few / 'validation')
-    assert report.num_images == (8, 30)
+    assert '8 random ones and 30 real ones' in str(report)
     phase('phase2', f"local-dir:{tmp_path / 'converted'}", '--pretrained')
     assert (tmp_path / 'phase2' / 'model_best.pth.tar').exists()
 

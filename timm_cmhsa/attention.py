@@ -1,6 +1,6 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
-import math
-from typing import TYPE_CHECKING, Any, Final, List, Optional, Tuple
+import contextlib
+from typing import TYPE_CHECKING, Any, Dict, Final, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -42,6 +42,7 @@ class RelPosAttention(nn.Module):
             proj_drop: float = 0.,
             rel_pos: str = 'table',
             padding: Optional[Size2d] = None,
+            hard_attn: bool = False,
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
     ) -> None:
@@ -49,19 +50,21 @@ class RelPosAttention(nn.Module):
         Args:
             dim: Token width.
             grid_size: Patches per image side.
-            num_heads: Number of heads.
-            head_dim: Width of a head's values; by default that of a token, as in the paper (d_H = d).
+            num_heads: Number of heads, N_H.
+            head_dim: Width of a head's values, d_H; by default that of a token, as in the paper.
             qk_dim: Width of a head's queries and keys; by default 64, or 32 for heads thinner than a token, and at most
                 `head_dim`. The paper has `head_dim`. Positions need no queries: these carry content alone.
             dim_out: Output width; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
             attn_drop: Dropout rate of the attention weights.
             proj_drop: Dropout rate of the output.
-            rel_pos: Relative position bias, see `create_rel_pos`.
-            padding: Patches of padding around the grid of a 'padded_table'.
+            rel_pos: Relative position bias, 'table' or 'padded_table'.
+            padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
+            hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
 
         Raises:
-            ValueError: If a number or width is not positive, or the relative position bias is unknown.
+            ValueError: If a number or width is not positive, the relative position bias is unknown, or attention
+                weights of hard heads are to be dropped.
         """
         super().__init__()
         head_dim = dim if head_dim is None else head_dim
@@ -79,7 +82,10 @@ class RelPosAttention(nn.Module):
         self.proj = nn.Linear(num_heads * head_dim, dim if dim_out is None else dim_out, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.shifts = None
+        self.frozen: List[str] = []  # biases, by `set_hard_attn`
+        self.hard_attn = hard_attn
         self.reset_parameters()
+        self.register_load_state_dict_post_hook(_update_hard_attn)
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         for linear in (self.qkv, self.proj):
@@ -87,6 +93,9 @@ class RelPosAttention(nn.Module):
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         self.rel_pos.reset_parameters(generator)
+        if self.hard_attn:
+            self._point_at_nearest()
+            self.set_hard_attn()
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if self.shifts is not None and self.fused_attn:
@@ -119,10 +128,11 @@ class RelPosAttention(nn.Module):
         return self.rel_pos.grid_size
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        """Change the grid; the bias of every offset is kept. Hard heads are attention again."""
+        """Change the grid; the bias of every offset is kept. Heads that are not hard on this grid are attention."""
         if grid_size != self.grid_size:
-            self.set_hard_attn(False)
             self.rel_pos.set_grid_size(grid_size)
+            with contextlib.suppress(ValueError):
+                self.set_hard_attn(self.hard_attn)
 
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute hard heads as shifts, for training too, or as attention again.
@@ -131,20 +141,20 @@ class RelPosAttention(nn.Module):
         Create the optimizer and DistributedDataParallel afterwards.
 
         Raises:
-            ValueError: If another head is not hard, or attention weights are to be dropped.
+            ValueError: If another head is not hard, or attention weights are to be dropped. All heads are attention
+                then.
         """
-        if enable and self.attn_drop.p:
-            raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
-        if enable:
-            shifts = HeadShifts(self.all_hard_offsets(), self.head_dim, self.grid_size)
-            if self.shifts is None:
-                self.learned = [name for name, parameter in self.rel_pos.named_parameters() if parameter.requires_grad]
-            self.shifts = shifts
+        for name in self.frozen:
+            self.rel_pos.get_parameter(name).requires_grad_(True)
+        self.shifts, self.frozen, self.hard_attn = None, [], False
+        if enable and not self.qkv.weight.is_meta:  # otherwise when weights are loaded
+            if self.attn_drop.p:
+                raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
+            self.rel_pos.init_non_persistent_buffers()  # a model from the meta device has none yet
+            self.shifts = HeadShifts(self.all_hard_offsets(), self.head_dim, self.grid_size)
+            self.frozen = [name for name, parameter in self.rel_pos.named_parameters() if parameter.requires_grad]
             self.rel_pos.requires_grad_(False)
-        elif self.shifts is not None:
-            self.shifts = None
-            for name in self.learned:
-                self.rel_pos.get_parameter(name).requires_grad_(True)
+        self.hard_attn = enable
 
     def all_hard_offsets(self) -> List[Optional[Tuple[int, int]]]:
         """Return the offset of every head, None for a head with a zero output projection.
@@ -162,13 +172,13 @@ class RelPosAttention(nn.Module):
         return offsets
 
     @torch.no_grad()
-    def point_at_nearest(self) -> None:
+    def _point_at_nearest(self) -> None:
         """Make all heads hard, with zero queries as after a conversion, each at an offset, the nearest ones first."""
-        rel_pos, dtype = self.rel_pos, precise_dtype(self.qkv.weight.dtype)
-        reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else rel_pos.grid_size
-        offsets = [(row, col) for row, col in rel_pos.offsets.tolist() if abs(row) <= reach[0] and abs(col) <= reach[1]]
+        rel_pos, (height, width) = self.rel_pos, self.grid_size
+        reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else (height - 1, width - 1)
+        offsets = [(row, col) for row in range(-reach[0], reach[0] + 1) for col in range(-reach[1], reach[1] + 1)]
         offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-        sharpness = exact_sharpness(math.prod(rel_pos.grid_size), dtype)
+        sharpness = exact_sharpness(height * width, precise_dtype(self.qkv.weight.dtype))
         for head in range(self.num_heads):
             rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
         for parameter in self.qkv.parameters():
@@ -186,6 +196,13 @@ class RelPosAttention(nn.Module):
             return self
         return HardAttention(self, offsets) if any(offset is not None for offset in offsets) else self
 
+    def args(self) -> Dict[str, Any]:
+        """Return the arguments of a model with such layers."""
+        return dict(
+            num_heads=self.num_heads, head_dim=self.head_dim, qk_dim=self.qk_dim, qkv_bias=self.qkv.bias is not None,
+            rel_pos=self.rel_pos.name,
+            padding=self.rel_pos.padding if isinstance(self.rel_pos, PaddedRelPosTable) else None)
+
     def extra_repr(self) -> str:
         return f'num_heads={self.num_heads}, head_dim={self.head_dim}, qk_dim={self.qk_dim}'
 
@@ -193,3 +210,8 @@ class RelPosAttention(nn.Module):
 def default_qk_dim(dim: int, head_dim: int) -> int:
     """Return the default width of queries and keys."""
     return min(WIDE_QK_DIM if head_dim >= dim else THIN_QK_DIM, head_dim)
+
+
+def _update_hard_attn(attn: Any, incompatible_keys: Any) -> None:
+    """Find out where the hard heads of a layer look, whose weights were loaded."""
+    attn.set_hard_attn(attn.hard_attn)

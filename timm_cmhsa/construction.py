@@ -8,7 +8,6 @@ Such a head is hard. A soft head attends to everything else as well. That adds a
 same at every query, which further heads subtract. The rewrite is still exact, and its softmaxes have gradients to learn
 from (see docs/theory.md).
 """
-import itertools
 import math
 from numbers import Integral, Real
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
@@ -50,27 +49,22 @@ class HeadOptions(NamedTuple):
     peak: Optional[float] = None
 
     def check(self) -> None:
-        """Check what does not depend on the convolution.
-
-        Raises:
-            ValueError: If a value is out of range, or options contradict each other.
-        """
-        limits = (('num_heads', MAX_HEADS), ('head_dim', MAX_HEAD_DIM), ('qk_dim', MAX_HEAD_DIM))
-        for name, most in limits:
+        """Raise ValueError if a value is out of range, or options contradict each other."""
+        for name, most in (('num_heads', MAX_HEADS), ('head_dim', MAX_HEAD_DIM), ('qk_dim', MAX_HEAD_DIM)):
             value = getattr(self, name)
             if value is not None and not (isinstance(value, Integral) and 0 < int(value) <= most):
                 raise ValueError(f'{name}={value} must be a whole number from 1 to {most}.')
-        if self.sharpness is not None and not (
-                isinstance(self.sharpness, Real) and 0 < self.sharpness <= MAX_SHARPNESS):
-            raise ValueError(f'sharpness={self.sharpness!r} must be above 0, and at most {MAX_SHARPNESS}.')
-        if self.peak is not None and not (isinstance(self.peak, Real) and 0 < self.peak < 1):
-            raise ValueError(f'peak={self.peak!r} must be a number between 0 and 1, such as 0.75, or None for hard.')
-        if self.peak is not None and self.sharpness is not None:
-            raise ValueError(f'peak={self.peak} makes heads soft, and sharpness={self.sharpness} is for hard ones.')
-        if self.rel_pos not in (None, RelPosTable.name, PaddedRelPosTable.name):
-            raise ValueError(f"rel_pos={self.rel_pos!r} cannot express a convolution: use 'table' or 'padded_table'.")
-        if self.peak is not None and self.rel_pos == RelPosTable.name:
-            raise ValueError(f"peak={self.peak} needs rel_pos='padded_table': heads of a 'table' are hard.")
+        sharpness, rel_pos, peak = self.sharpness, self.rel_pos, self.peak
+        if sharpness is not None and not (isinstance(sharpness, Real) and 0 < sharpness <= MAX_SHARPNESS):
+            raise ValueError(f'{sharpness=} must be above 0, and at most {MAX_SHARPNESS}.')
+        if peak is not None and not (isinstance(peak, Real) and 0 < peak < 1):
+            raise ValueError(f'{peak=} must be a number between 0 and 1, such as 0.75, or None for hard.')
+        if peak is not None and sharpness is not None:
+            raise ValueError(f'{peak=} makes heads soft, and {sharpness=} is for hard ones.')
+        if rel_pos not in (None, RelPosTable.name, PaddedRelPosTable.name):
+            raise ValueError(f"{rel_pos=} cannot express a convolution: use 'table' or 'padded_table'.")
+        if peak is not None and rel_pos == RelPosTable.name:
+            raise ValueError(f"{peak=} needs rel_pos='padded_table': heads of a 'table' are hard.")
 
 
 class Head(NamedTuple):
@@ -125,20 +119,11 @@ def conv2d_to_attention(
 
 @torch.no_grad()
 def rewrite(
-        conv: nn.Conv2d,
-        patch_size: Size2d,
-        grid_size: Size2d,
-        options: HeadOptions,
-        generator: torch.Generator,
-        heads: List[Head],
-) -> RelPosAttention:
-    """Rewrite a convolution for any padding: the patches of the output may cover more or less of it.
+        conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: HeadOptions, generator: torch.Generator,
+        heads: List[Head]) -> RelPosAttention:
+    """Rewrite a convolution by planned heads, see `conv2d_to_attention` and `plan_heads`, for any padding.
 
-    Args:
-        conv, patch_size, grid_size: See `conv2d_to_attention`.
-        options: Number and kind of heads, checked.
-        generator: For the random start of keys and spare heads.
-        heads: Plan of the heads, see `plan_heads`.
+    The patches of the output may cover more or less of it. The generator is for keys and spare heads.
     """
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
@@ -147,9 +132,7 @@ def rewrite(
         raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
-    sharpness = options.sharpness
-    if sharpness is None:
-        sharpness = exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
+    sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
     num_params = num_heads * (options.head_dim or dim) * (dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
@@ -172,11 +155,10 @@ def rewrite(
     mean_block: Any = 0.  # what all soft heads apply to what they look at
     for i, head in enumerate(heads):
         row, col = head.offset or (0, 0)
-        rows, cols = [row], [col]
-        if conv.padding_mode == 'circular':
-            rows, cols = _wrapped(row, grid_h), _wrapped(col, grid_w)
-        bias = 0. if head.offset is None else soft_sharpness if head.is_soft else sharpness
-        attn.rel_pos.point_head(i, list(itertools.product(rows, cols)), bias)
+        turns = (-1, 0, 1) if conv.padding_mode == 'circular' else (0,)  # other offsets that lead to the same patch
+        offsets = [(row + m * grid_h, col + n * grid_w) for m in turns for n in turns]
+        attn.rel_pos.point_head(
+            i, offsets, 0. if head.offset is None else soft_sharpness if head.is_soft else sharpness)
         if head.offset is None:
             block, block_offset = mean_block, None
         elif head.offset != block_offset:
@@ -194,19 +176,17 @@ def rewrite(
 
 
 def plan_heads(
-        conv: nn.Conv2d,
-        patch_size: Size2d,
-        grid_size: Size2d,
-        head_dim: Optional[int] = None,
-        peak: Optional[float] = None,
-) -> List[Head]:
+        conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, head_dim: Optional[int] = None,
+        peak: Optional[float] = None) -> List[Head]:
     """Give every offset the heads that its inputs fill; a head of full width carries its patch whole.
 
     With full-width heads, an odd kernel without stride and dilation, and a grid that is larger than its reach, these
     are the (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, the heads that subtract the mean come last.
     Arguments and errors are those of `conv2d_to_attention`.
     """
-    _check_plain(conv)
+    plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
+    if not plain or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
+        raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
     if conv.padding_mode not in ('zeros', 'circular'):
         raise ValueError(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
@@ -304,12 +284,6 @@ def _axis_padding(conv: nn.Conv2d, axis: int) -> Tuple[int, int]:
     return (span // 2, span - span // 2) if conv.padding == 'same' else (0, 0)
 
 
-def _check_plain(conv: nn.Module) -> None:
-    plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
-    if not plain or getattr(type(conv), '_conv_forward', None) is not nn.Conv2d._conv_forward:
-        raise TypeError(f'Expected a plain nn.Conv2d to rewrite as attention, got {type(conv).__name__}.')
-
-
 def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
     """Return whether the padding keeps the size of the image, divided by the stride."""
     for axis, (patch, grid) in enumerate(zip(to_2tuple(patch_size), to_2tuple(grid_size))):
@@ -322,10 +296,8 @@ def keeps_size(conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d) -> bool:
 def _dense_kernel(conv: nn.Conv2d) -> torch.Tensor:
     """Return the kernel without groups, (C_out, C_in, K_h, K_w), in float64: sums of one-hot products are exact."""
     weight = conv.weight.detach().cpu().double().unflatten(0, (conv.groups, -1))
-    dense = weight.new_zeros(conv.groups, weight.shape[1], conv.groups, *weight.shape[2:])
-    group = torch.arange(conv.groups, device='cpu')
-    dense[group, :, group] = weight
-    return dense.flatten(2, 3).flatten(0, 1)
+    same_group = torch.eye(conv.groups, dtype=torch.double, device='cpu')
+    return torch.einsum('gdcmn,gh->gdhcmn', weight, same_group).flatten(2, 3).flatten(0, 1)
 
 
 def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Tensor) -> torch.Tensor:
@@ -334,11 +306,5 @@ def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Te
     It is W^O_r of Appendix A.2: row (s, i) and column (t, j) hold the weight by which output pixel t, channel j,
     reads input pixel s, channel i.
     """
-    block = torch.einsum('imp,dcmn->pcidn', row_tap, kernel)
-    block = torch.einsum('pcidn,jnq->pqcijd', block, col_tap)
-    return block.flatten(0, 2).flatten(1)
+    return torch.einsum('imp,dcmn,jnq->pqcijd', row_tap, kernel, col_tap).flatten(0, 2).flatten(1)
 
-
-def _wrapped(offset: int, grid: int) -> List[int]:
-    """Return the offsets that lead to the same patch as this one in an image that is continued circularly."""
-    return [o for o in (offset - grid, offset, offset + grid) if abs(o) < grid]

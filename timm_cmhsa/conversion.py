@@ -71,14 +71,15 @@ def convert_checkpoint(
     pixels = torch.randn(NUM_RANDOM_IMAGES, model.in_chans, *model.patch_embed.img_size, generator=generator)
     if images is not None:
         pixels = torch.cat([pixels, read_folder(Path(images), converted, MAX_REAL_IMAGES)[0]])
-    report = ConversionReport(
-        **vars(verify(model, converted, pixels)),
-        architecture=converted.pretrained_cfg['architecture'],
-        model_args=converted.model_args(),
-        options=heads,
-        num_images=(NUM_RANDOM_IMAGES, len(pixels) - NUM_RANDOM_IMAGES),
-        notes=checkpoint.spec.notes,
-    )
+    report = verify(model, converted, pixels)
+    kind = f'hard, sharpness {heads.sharpness:.3g}' if heads.peak is None else f'soft, peak {heads.peak:g}'
+    report.about = {
+        'Model': f'{converted.pretrained_cfg["architecture"]}, images of {converted.patch_embed.img_size} pixels',
+        'Rewrite': 'Theorem 1 of arXiv 2111.01353',
+        'Heads': f'{heads.num_heads} of width {heads.head_dim}, queries and keys of {heads.qk_dim}, {kind}',
+        'Images': f'{NUM_RANDOM_IMAGES} random ones and {len(pixels) - NUM_RANDOM_IMAGES} real ones',
+        **({'Notes': '; '.join(checkpoint.spec.notes)} if checkpoint.spec.notes else {}),
+    }
     if not report.max_error <= tolerance:
         raise VerificationError(
             f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '

@@ -49,11 +49,7 @@ def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads:
 
 
 @torch.no_grad()
-def convert_with(
-        model: nn.Module,
-        architecture: Optional[str],
-        options: HeadOptions,
-) -> Tuple[CmhsaAttn, HeadOptions]:
+def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOptions) -> Tuple[CmhsaAttn, HeadOptions]:
     """Rewrite a phase-1 model, see `convert_model`; return it with the options without gaps."""
     source = _plain_model(model)
     architecture, options, heads = _complete(source, architecture, options)
@@ -64,15 +60,12 @@ def convert_with(
     layers = [rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, options, generator, heads)
               for mixer in (block.attn for block in source.blocks)]
     converted = _empty_model(source, architecture, layers[0])
-    for name, child in source.named_children():
-        if name not in ('patch_embed', 'blocks'):
-            setattr(converted, name, copy.deepcopy(child))
-    for i, (block, attn) in enumerate(zip(source.blocks, layers)):
-        attn.attn_drop, attn.proj_drop = converted.blocks[i].attn.attn_drop, copy.deepcopy(block.attn.proj_drop)
-        converted.blocks[i] = copy.deepcopy(block)
-        converted.blocks[i].attn = attn
     proj, weight = converted.patch_embed.proj, next(source.parameters())
-    converted.patch_embed = copy.deepcopy(source.patch_embed)
+    for name, child in copy.deepcopy(source).named_children():
+        setattr(converted, name, child)
+    for block, attn in zip(converted.blocks, layers):
+        attn.attn_drop, attn.proj_drop = nn.Dropout(source.drop_rates['attn_drop_rate']), block.attn.proj_drop
+        block.attn = attn
     if isinstance(proj, nn.Conv2d):
         converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
         init_patch_identity(proj)
@@ -82,20 +75,16 @@ def convert_with(
 
 def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> CmhsaAttn:
     """Return a phase-2 model with such attention and everything else as in phase 1, on the meta device."""
-    args = {key: value for key, value in model.model_args().items() if key != 'kernel_size'}
-    source = getattr(model, 'pretrained_cfg', None) or {}
+    args, source = model.model_args(), getattr(model, 'pretrained_cfg', None) or {}
+    args.pop('kernel_size')
     overlay = {key: source[key] for key in DATA_KEYS if source.get(key) is not None}
+    overlay.update(input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
     return timm.create_model(
         architecture,
         **args,
         **model.drop_rates,
-        num_heads=attn.num_heads,
-        head_dim=attn.head_dim,
-        qk_dim=attn.qk_dim,
-        rel_pos=attn.rel_pos.name,
-        padding=attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None,
-        pretrained_cfg_overlay=dict(
-            overlay, input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes),
+        **attn.args(),
+        pretrained_cfg_overlay=overlay,
         device=torch.device('meta'),
     )
 
@@ -127,16 +116,8 @@ def _plain_model(model: nn.Module) -> CmhsaConv:
 
 
 def _complete(
-        model: CmhsaConv,
-        architecture: Optional[str],
-        options: HeadOptions,
-) -> Tuple[str, HeadOptions, List[Head]]:
-    """Return the architecture, the options without gaps, and the plan of the heads of every layer.
-
-    Raises:
-        ValueError: If the architecture or an option is unknown.
-    """
-    options.check()
+        model: CmhsaConv, architecture: Optional[str], options: HeadOptions) -> Tuple[str, HeadOptions, List[Head]]:
+    """Return the architecture, the options without gaps, and the plan of the heads of every layer."""
     if architecture is None:
         kind = 'cmhsa_attn' if options.peak is None else 'cmhsa_attn_soft'
         architecture = registered_variant(
@@ -144,32 +125,26 @@ def _complete(
     if architecture not in HEADS:
         raise ValueError(f'{architecture} is not a phase-2 model: choose one of {", ".join(HEADS)}.')
     defaults, mixer, dim = HeadOptions(**HEADS[architecture]), model.blocks[0].attn, model.embed_dim
-    peak, rel_pos = options.peak, options.rel_pos
-    if peak is None and rel_pos != RelPosTable.name and defaults.rel_pos == PaddedRelPosTable.name:
-        peak = DEFAULT_PEAK
-        options._replace(peak=peak).check()
-    if rel_pos is None:
-        rel_pos = PaddedRelPosTable.name if peak is not None else defaults.rel_pos or RelPosTable.name
-    head_dim = options.head_dim
+    if options.peak is None and options.rel_pos != RelPosTable.name and defaults.rel_pos == PaddedRelPosTable.name:
+        options = options._replace(peak=DEFAULT_PEAK)
+    options.check()
+    num_heads, head_dim, qk_dim, sharpness, rel_pos, peak = options
     if head_dim is None:  # thin heads are 96 wide for tokens of 768, 48 for 192
         head_dim = dim if defaults.head_dim is None else max(dim // 8, min(48, dim))
     heads = plan_heads(mixer.conv, mixer.patch_size, mixer.grid_size, head_dim, peak)
-    num_heads, qk_dim = options.num_heads, options.qk_dim
     if num_heads is None:
         is_default = options.head_dim is None and defaults.head_dim in (None, head_dim)
         num_heads = max(len(heads), defaults.num_heads or 0) if is_default else len(heads)
     if qk_dim is None:
         usual = defaults.qk_dim or (WIDE_QK_DIM if defaults.head_dim is None else THIN_QK_DIM)
         qk_dim = min(usual, head_dim) if options.head_dim is None else default_qk_dim(dim, head_dim)
-    return architecture, options._replace(
-        num_heads=num_heads,
-        head_dim=head_dim,
-        qk_dim=qk_dim,
-        sharpness=options.sharpness or exact_sharpness(
-            math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype)),
-        rel_pos=rel_pos,
-        peak=peak if any(head.is_soft for head in heads) else None,
-    ), heads
+    if sharpness is None:
+        sharpness = exact_sharpness(math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype))
+    if rel_pos is None:
+        rel_pos = RelPosTable.name if peak is None else PaddedRelPosTable.name
+    if not any(head.is_soft for head in heads):
+        peak = None
+    return architecture, HeadOptions(num_heads, head_dim, qk_dim, sharpness, rel_pos, peak), heads
 
 
 class LayerReport(NamedTuple):
@@ -181,41 +156,27 @@ class LayerReport(NamedTuple):
 
 
 @dataclass
-class Verification:
-    """How exactly a phase-2 model replaces its phase-1 source."""
+class ConversionReport:
+    """How exactly a phase-2 model replaces its phase-1 source; prints as text."""
     layers: List[LayerReport]
     logits_error: float  # the largest, relative to the source's largest logit
     top1_agreement: float  # share of the images with the same predicted class
+    about: Dict[str, str] = field(default_factory=dict)  # what `convert_checkpoint` did, by heading
 
     @property
     def max_error(self) -> float:
         """Return the largest error of layers and logits; NaN if one of them is NaN."""
         errors = [self.logits_error, *(layer.error for layer in self.layers)]
-        return math.nan if any(map(math.isnan, errors)) else max(errors)
-
-
-@dataclass
-class ConversionReport(Verification):
-    """What `convert_checkpoint` did, and how exact it is; prints as text."""
-    architecture: str  # the registered model that the result was made with
-    model_args: Dict[str, Any]  # its arguments for `timm.create_model`
-    options: HeadOptions
-    num_images: Tuple[int, int]  # random ones, and the user's, that it was verified on
-    notes: List[str] = field(default_factory=list)  # what was assumed while the checkpoint was read
+        return torch.tensor(errors, dtype=torch.double).max().item()
 
     @property
     def details(self) -> Dict[str, Dict[str, str]]:
-        """Return how the model was made, by heading, for its model card."""
-        options = self.options
-        heads = f'hard, sharpness {options.sharpness:.3g}' if options.peak is None else f'soft, peak {options.peak:g}'
-        random, real = self.num_images
+        """Return how the model was made and how exact it is, by heading, for its model card."""
         return {'Conversion': {
-            'Rewrite': 'Theorem 1 of arXiv 2111.01353',
-            'Heads': f'{options.num_heads} of width {options.head_dim}, queries and keys of {options.qk_dim}, {heads}',
+            **self.about,
             'Largest error of a layer': f'{max(layer.error for layer in self.layers):.1e} of its largest value',
             'Error of the logits': f'{self.logits_error:.1e} of the largest logit',
-            'Top-1 agreement': f'{self.top1_agreement:.2%} on {random} random and {real} real images',
-            **({'Notes': '; '.join(self.notes)} if self.notes else {}),
+            'Top-1 agreement': f'{self.top1_agreement:.2%}',
         }}
 
     def __str__(self) -> str:
@@ -223,12 +184,11 @@ class ConversionReport(Verification):
         rows = [('layer', 'heads used', 'error'), *rows]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        about = [f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items()]
-        return '\n'.join([f'{self.architecture}, images of {self.model_args["img_size"]} pixels', *lines, *about])
+        return '\n'.join(lines + [f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items()])
 
 
 @torch.inference_mode()
-def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Verification:
+def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> ConversionReport:
     """Compare a phase-1 model with its rewrite in eval mode, layer by layer and at the end.
 
     The models run in their own types, and errors are computed in float64. Every layer gets the input of its
@@ -273,7 +233,8 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Veri
             same_class.append(expected.argmax(dim=-1).cpu() == actual.argmax(dim=-1).cpu())
     tiny = torch.finfo(torch.double).tiny  # for models whose outputs are all zero
     errors = (largest[0] / largest[1].clamp(min=tiny)).tolist()
-    heads = [(int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
-             for attn in (block.attn for block in target.blocks)]
-    layers = [LayerReport(f'blocks.{i}.attn', used, total, errors[i]) for i, (used, total) in enumerate(heads)]
-    return Verification(layers, errors[-1], torch.cat(same_class).double().mean().item())
+    layers = []
+    for i, attn in enumerate(block.attn for block in target.blocks):
+        heads = (int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
+        layers.append(LayerReport(f'blocks.{i}.attn', heads[0], heads[1], errors[i]))
+    return ConversionReport(layers, errors[-1], torch.cat(same_class).double().mean().item())

@@ -8,7 +8,7 @@ self-attention with relative position bias. Otherwise both are timm's `VisionTra
 position embedding, with global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, Mapping, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -18,16 +18,8 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from .attention import RelPosAttention
-from .layers import (
-    ConvStem,
-    DepthwiseMlp,
-    PatchConv2d,
-    PatchReshape,
-    Size2d,
-    check_divisible,
-    init_patch_identity,
-)
-from .rel_pos import Grid, PaddedRelPosTable, RelPosTable
+from .layers import ConvStem, DepthwiseMlp, PatchConv2d, PatchReshape, Size2d, check_divisible, init_patch_identity
+from .rel_pos import Grid, RelPosTable
 
 MLP_LAYERS = {'mlp': Mlp, 'depthwise': DepthwiseMlp}
 
@@ -68,17 +60,9 @@ class Cmhsa(VisionTransformer):
             stem: Convolutions before the tokens, see `ConvStem`. A token is then a pixel of the stem's output: it
                 covers `patch_size` pixels of the image, as many as the stem reduces to one, and has `hidden_chans`
                 channels, the stem's last width.
-            num_classes: Number of classes for the classification head.
-            global_pool: Type of global pooling of the final tokens.
-            fc_norm: Normalize after the pooling instead of before.
-            depth: Number of blocks.
-            mlp_ratio: Ratio of MLP hidden width to token width.
+            num_classes, global_pool, fc_norm, depth, mlp_ratio, init_values: As in timm's `VisionTransformer`, and so
+                are all rates; phase 1 has no attention weights to drop.
             mlp_layer: 'mlp', or 'depthwise' for `DepthwiseMlp`.
-            init_values: Initial values of layer scale; None for no layer scale.
-            drop_rate: Head dropout rate.
-            proj_drop_rate: Dropout rate of token mixers and MLPs.
-            attn_drop_rate: Dropout rate of the attention weights; phase 1 has none.
-            drop_path_rate: Stochastic depth rate.
             norm_layer: Normalization layer; the stem and `DepthwiseMlp` have batch norm.
             act_layer: Activation layer of MLPs and stem.
 
@@ -100,29 +84,13 @@ class Cmhsa(VisionTransformer):
         embed_dim = hidden_chans * (1 if stem else math.prod(to_2tuple(patch_size)))
         self.stem = stem  # timm's constructor calls init_weights
         super().__init__(
-            img_size=img_size,
-            patch_size=patch_size,
-            in_chans=in_chans,
-            num_classes=num_classes,
-            global_pool=global_pool,
-            embed_dim=embed_dim,
-            depth=depth,
+            img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, num_classes=num_classes,
+            global_pool=global_pool, fc_norm=fc_norm, depth=depth, mlp_ratio=mlp_ratio, init_values=init_values,
+            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, drop_path_rate=drop_path_rate,
+            norm_layer=norm_layer, act_layer=act_layer, mlp_layer=MLP_LAYERS[mlp_layer],
             num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
-            mlp_ratio=mlp_ratio,
-            init_values=init_values,
-            class_token=False,
-            pos_embed='none',
-            fc_norm=fc_norm,
-            drop_rate=drop_rate,
-            proj_drop_rate=proj_drop_rate,
-            drop_path_rate=drop_path_rate,
-            norm_layer=norm_layer,
-            act_layer=act_layer,
-            mlp_layer=MLP_LAYERS[mlp_layer],
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
-            device=device,
-            dtype=dtype,
-        )
+            class_token=False, pos_embed='none', device=device, dtype=dtype)
         self.in_chans, self.hidden_chans = in_chans, hidden_chans
         self.token_size = (1, 1) if stem else to_2tuple(patch_size)  # pixels that a token holds, of the stem if any
         self.fixed_args = dict(
@@ -207,7 +175,6 @@ class CmhsaConv(Cmhsa):
 
 class CmhsaAttn(Cmhsa):
     """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
-    hard_attn = False
 
     def __init__(
             self,
@@ -223,57 +190,24 @@ class CmhsaAttn(Cmhsa):
     ) -> None:
         """
         Args:
-            num_heads: Number of heads, N_H.
-            head_dim: Width of a head's values, d_H; by default that of a token.
-            qk_dim: Width of a head's queries and keys; by default 64, or 32 for heads thinner than a token.
-            qkv_bias: Give queries, keys and values a bias.
-            rel_pos: Relative position bias, 'table' or 'padded_table', see `create_rel_pos`.
-            padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
-            hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
+            num_heads, head_dim, qk_dim, qkv_bias, rel_pos, padding, hard_attn: See `RelPosAttention`.
             **kwargs: See `Cmhsa`.
         """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:
             block.attn = RelPosAttention(
-                self.embed_dim,
-                self.patch_embed.grid_size,
-                num_heads=num_heads,
-                head_dim=head_dim,
-                qk_dim=qk_dim,
-                qkv_bias=qkv_bias,
-                attn_drop=self.drop_rates['attn_drop_rate'],
-                proj_drop=self.drop_rates['proj_drop_rate'],
-                rel_pos=rel_pos,
-                padding=padding,
-                **dd,
-            )
-        self.hard_attn = hard_attn
-        if hard_attn:
-            self._init_hard_attn()
-        self.register_load_state_dict_post_hook(_update_hard_attn)
+                self.embed_dim, self.patch_embed.grid_size, num_heads, head_dim, qk_dim, qkv_bias=qkv_bias,
+                attn_drop=self.drop_rates['attn_drop_rate'], proj_drop=self.drop_rates['proj_drop_rate'],
+                rel_pos=rel_pos, padding=padding, hard_attn=hard_attn, **dd)
 
     def model_args(self) -> Dict[str, Any]:
-        attn = self.blocks[0].attn
-        if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
-            raise ValueError('A model that was reparameterized for inference cannot be built anew: use its source.')
-        padding = attn.rel_pos.padding if isinstance(attn.rel_pos, PaddedRelPosTable) else None
-        return dict(
-            super().model_args(), num_heads=attn.num_heads, head_dim=attn.head_dim, qk_dim=attn.qk_dim,
-            qkv_bias=attn.qkv.bias is not None, rel_pos=attn.rel_pos.name, padding=padding)
+        return dict(super().model_args(), **self._attn_layers()[0].args())
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
         if not self.stem:
             init_patch_identity(self.patch_embed.proj)
-        if self.hard_attn:
-            self._init_hard_attn()
-
-    def _init_hard_attn(self) -> None:
-        if not self.blocks[0].attn.qkv.weight.is_meta:
-            for block in self.blocks:
-                block.attn.point_at_nearest()
-            self.set_hard_attn()
 
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute hard heads as shifts, for training too, or as attention again.
@@ -284,33 +218,19 @@ class CmhsaAttn(Cmhsa):
         Raises:
             ValueError: If a head is not hard, attention weights are to be dropped, or the model was reparameterized.
         """
-        if not all(isinstance(block.attn, RelPosAttention) for block in self.blocks):
-            raise ValueError('A model that was reparameterized for inference cannot be trained: use its source.')
+        layers = self._attn_layers()
         if enable:
-            for block in self.blocks:
-                block.attn.all_hard_offsets()  # raises before any layer is changed
-        for block in self.blocks:
-            block.attn.set_hard_attn(enable)
-        self.hard_attn = enable
+            for attn in layers:
+                attn.all_hard_offsets()  # raises before any layer is changed
+        for attn in layers:
+            attn.set_hard_attn(enable)
 
-    def set_input_size(self, img_size: Optional[Size2d] = None, patch_size: Optional[Size2d] = None) -> None:
-        super().set_input_size(img_size, patch_size)
-        _update_hard_attn(self)
-
-
-def _update_hard_attn(model: nn.Module, incompatible_keys: Any = None) -> None:
-    """Compute the heads that were loaded or resized as shifts if they are hard, and as attention otherwise."""
-    assert isinstance(model, CmhsaAttn)
-    attn = model.blocks[0].attn
-    if not model.hard_attn or not isinstance(attn, RelPosAttention) or attn.qkv.weight.is_meta:
-        return
-    for block in model.blocks:
-        block.attn.rel_pos.init_non_persistent_buffers()  # a model from the meta device has none yet
-    try:
-        model.set_hard_attn()
-    except ValueError:
-        model.set_hard_attn(False)
-        raise
+    def _attn_layers(self) -> List[RelPosAttention]:
+        layers = [block.attn for block in self.blocks]
+        if not all(isinstance(attn, RelPosAttention) for attn in layers):
+            raise ValueError(
+                'A model that was reparameterized for inference can be neither trained nor built anew: use its source.')
+        return layers
 
 
 def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:
@@ -328,17 +248,14 @@ def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> Dict[str, torch.Tensor]:
     """Pad or crop the bias tables of a checkpoint for another image size."""
     check_phase(state_dict, model)
-    grid_size, out_dict = model.patch_embed.grid_size, {}
-    tables = {f'{name}.relative_position_bias_table': module for name, module in model.named_modules()
-              if isinstance(module, RelPosTable)}
-    for name, tensor in state_dict.items():
-        rel_pos = tables.get(name)
-        if rel_pos is not None:
-            source = _grid_of_table(model, len(tensor), rel_pos.padding)
-            if source is not None and source != grid_size:
-                scale = state_dict.get(name.replace('relative_position_bias_table', 'bias_scale'))
-                tensor = rel_pos.resize_table(tensor, source, grid_size, scale)
-        out_dict[name] = tensor
+    out_dict = dict(state_dict)
+    for name, module in model.named_modules():
+        key = f'{name}.relative_position_bias_table'
+        if isinstance(module, RelPosTable) and key in state_dict:
+            source = _grid_of_table(model, len(state_dict[key]), module.padding)
+            if source is not None and source != module.grid_size:
+                scale = state_dict.get(f'{name}.bias_scale')
+                out_dict[key] = module.resize_table(state_dict[key], source, module.grid_size, scale)
     return out_dict
 
 

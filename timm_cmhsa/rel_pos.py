@@ -121,17 +121,11 @@ class RelPosTable(OffsetRelPos):
         super().set_grid_size(grid_size)
         self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
 
-    def resize_table(
-            self,
-            table: torch.Tensor,
-            grid_size: Grid,
-            new_grid_size: Grid,
-            bias_scale: Optional[torch.Tensor] = None,
-    ) -> torch.Tensor:
+    def resize_table(self, table: torch.Tensor, grid_size: Grid, new_size: Grid, scale: Any = None) -> torch.Tensor:
         """Return the table, (num_offsets, num_heads), for another grid. A padded one may have another model's scale."""
         (pad_h, pad_w), (height, width) = self.padding, grid_size
         table_2d = table.reshape(2 * (height + pad_h) - 1, 2 * (width + pad_w) - 1, -1)
-        grow_h, grow_w = (new - old for new, old in zip(new_grid_size, grid_size))
+        grow_h, grow_w = (new - old for new, old in zip(new_size, grid_size))
         return F.pad(table_2d, (0, 0, grow_w, grow_w, grow_h, grow_h)).flatten(0, 1)
 
     def offset_bias(self) -> torch.Tensor:
@@ -179,21 +173,15 @@ class PaddedRelPosTable(RelPosTable):
             raise ValueError(f'The table has padding={tuple(map(int, loaded))}, and the model {self.padding}.')
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def resize_table(
-            self,
-            table: torch.Tensor,
-            grid_size: Grid,
-            new_grid_size: Grid,
-            bias_scale: Optional[torch.Tensor] = None,
-    ) -> torch.Tensor:
+    def resize_table(self, table: torch.Tensor, grid_size: Grid, new_size: Grid, scale: Any = None) -> torch.Tensor:
         """Return the table for another grid, in which an offset with a bias above the median keeps its weight.
 
         A number added to all biases of a head changes no softmax, so biases are taken relative to the head's median,
         which is 0 after a rewrite. What exp(bias) has above 1 grows with the number of keys (see docs/theory.md).
         """
         device = table.device if table.is_meta else torch.device('cpu')  # not every device has float64
-        scale = (self.bias_scale if bias_scale is None else bias_scale).to(device)
-        growth = self.num_keys(new_grid_size) / self.num_keys(grid_size)
+        scale = (self.bias_scale if scale is None else scale).to(device)
+        growth = self.num_keys(new_size) / self.num_keys(grid_size)
         exact = table.to(device, torch.float64)
         # most offsets have the bias of the median, unless there is only the one of a single patch
         baseline = exact.median(dim=0).values if len(table) > 1 else exact.new_zeros(())
@@ -202,7 +190,7 @@ class PaddedRelPosTable(RelPosTable):
         # log(1 + growth * (exp(bias) - 1)), without overflow
         grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
         table = torch.where(bias > 0, grown / scale, centered).to(table)
-        return super().resize_table(table, grid_size, new_grid_size)
+        return super().resize_table(table, grid_size, new_size)
 
     def num_keys(self, grid_size: Grid) -> int:
         """Return the number of keys of every query, those of the padding included."""
@@ -230,18 +218,8 @@ class PaddedRelPosTable(RelPosTable):
 
 
 def create_rel_pos(
-        name: str,
-        grid_size: Grid,
-        num_heads: int,
-        padding: Optional[Size2d] = None,
-        **dd: Any,
-) -> RelPosTable:
-    """Create a relative position bias.
-
-    Args:
-        name: 'table' or 'padded_table'.
-        padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
-        **dd: Device and dtype.
+        name: str, grid_size: Grid, num_heads: int, padding: Optional[Size2d] = None, **dd: Any) -> RelPosTable:
+    """Create a relative position bias, 'table' or 'padded_table', with one patch of padding by default.
 
     Raises:
         ValueError: If the name is unknown, or the padding does not fit it.

@@ -80,25 +80,20 @@ class HeadShifts(nn.Module):
 class HardAttention(nn.Module):
     """A `RelPosAttention` for inference whose heads are all hard. It has no queries, keys or biases.
 
-    Maps tokens of shape (B, N, dim) to (B, N, dim_out).
+    Maps tokens of shape (B, N, dim) to (B, N, dim_out). Heads without an offset are dropped.
     """
 
     def __init__(self, attn: Any, offsets: List[Optional[Offset]]) -> None:
-        """
-        Args:
-            attn: Layer to replace.
-            offsets: Of its heads, see `hard_offsets`. Heads with None are dropped.
-        """
         super().__init__()
         used = [head for head, offset in enumerate(offsets) if offset is not None]
         self.grid_size = attn.grid_size
         value, bias = attn.value_weight()
-        weight = attn.proj.weight.unflatten(1, (attn.num_heads, -1))[:, used].flatten(1)
         self.value = frozen_linear(
             value.unflatten(0, (attn.num_heads, -1))[used].flatten(0, 1),
             None if bias is None else bias.view(attn.num_heads, -1)[used].flatten())
         self.shifts = HeadShifts([offsets[head] for head in used], attn.head_dim, attn.grid_size)
-        self.proj = frozen_linear(weight, attn.proj.bias)
+        proj = attn.proj.weight.unflatten(1, (attn.num_heads, -1))[:, used].flatten(1)
+        self.proj = frozen_linear(proj, attn.proj.bias)
 
     def set_grid_size(self, grid_size: Grid) -> None:
         self.grid_size = self.shifts.grid_size = grid_size

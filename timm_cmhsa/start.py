@@ -18,8 +18,8 @@ from torch import nn
 from .analysis import eval_mode
 from .files import PathLike
 from .images import choose_images, data_config, evenly_spaced
-
-Offset = Tuple[int, int]  # of the key from the query, (row, column), in patches
+from .rel_pos import Grid
+from .shifts import Offset, shift_tokens
 
 NUM_IMAGES = 8  # to measure with
 LENGTH = 2.  # of the code, relative to the content of tokens in the layer where that is longest
@@ -37,16 +37,16 @@ def start_as_convolution(
         kernel_size: int = 3,
         seed: int = 0,
 ) -> Any:
-    """Point every head of an untrained ViT at one of the K x K nearest patches, in place.
+    """Point every head of an untrained ViT at one of the K x K nearest patches, in place. Return the model.
 
     The model keeps its interface: it trains, loads and exports as before. Call this again after `set_input_size`, which
     interpolates the code of the position.
 
     Models with tables of relative position biases (BEiT, `vit_relpos_*` with `rel_pos_type='bias'`) get the heads of
-    Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, whatever the image. In
-    a `VisionTransformer`, half of a head's dimensions compare positions, and `peak` is the mean over the heads of a
-    layer; class tokens take the weight of a patch outside the image. The product of values and output projection is
-    near a negative identity, as in the mimetic initialization, arXiv 2305.09828.
+    Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, whatever the image. In a
+    `VisionTransformer`, half of a head's dimensions compare positions, and `peak` is the mean over the heads of a
+    layer; class tokens take the weight of a patch outside the image. Values times output projection are near a
+    negative identity, as in the mimetic initialization, arXiv 2305.09828.
 
     Args:
         model: A `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
@@ -56,9 +56,6 @@ def start_as_convolution(
         kernel_size: K, odd. The K x K offsets are dealt to heads and layers, none twice before all were.
         seed: Shuffles the offsets, and draws the values.
 
-    Returns:
-        The model.
-
     Raises:
         ValueError: If the attention of the model cannot be pointed, or an argument is out of range. The model is as it
             was.
@@ -66,51 +63,23 @@ def start_as_convolution(
     grid_size = _check(model, peak, kernel_size)
     started = copy.deepcopy(model)  # an error leaves the model as it was
     if isinstance(model, VisionTransformer):
-        (pixels, _, _), size = choose_images(images, model, NUM_IMAGES), data_config(model)['input_size']
-        if tuple(pixels.shape[1:]) != size or not len(pixels):
-            raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
-        num_freqs = _num_freqs(model, max(grid_size) + kernel_size // 2)
-        reserved = 4 * num_freqs + 1 + 2 * bool(model.num_prefix_tokens)  # two mark patches and other tokens
-        if not model.patch_embed.proj.weight[reserved:].flatten(1).any(dim=1).all():
-            raise ValueError(f'{type(model).__name__} was started with a longer code: create it anew for this size.')
-        pixels = pixels[evenly_spaced(len(pixels), NUM_IMAGES)]
-        offsets = _deal(len(model.blocks) * model.blocks[0].attn.num_heads, kernel_size, seed)
-        _write_values(started, seed)
-        _reserve(started, reserved)
-        with eval_mode(started):
-            longest = started.patch_embed(pixels).square().sum(dim=-1).mean().sqrt()
-            for _ in range(2):  # the first measures how long the content gets
-                _write_code(started, num_freqs, reserved, LENGTH * longest)
-                longest, weights = _point_layers(started, pixels, offsets, num_freqs, reserved, peak)
-        worst = max(weights, key=lambda weight: abs(weight - peak))
-        if not abs(worst - peak) < TOLERANCE:
-            raise ValueError(
-                f'Heads have a weight of {worst:.2f} on their patches where {peak=} was asked for: use another peak, '
-                'other images, or float32.')
+        _point_by_code(started, images, grid_size, peak, kernel_size, seed)
     else:
-        _point_tables(started, grid_size, peak, kernel_size, seed)
+        _point_by_tables(started, grid_size, peak, kernel_size, seed)
     model.load_state_dict(started.state_dict())
     return model
 
 
-def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
-    """Return the grid of a model whose heads can be pointed so.
-
-    Raises:
-        ValueError: If they cannot.
-    """
-    blocks = list(getattr(model, 'blocks', []))
+def _check(model: Any, peak: float, kernel_size: int) -> Grid:
+    """Return the grid of a model whose heads can be pointed so. Raise ValueError if they cannot."""
     if isinstance(model, VisionTransformer):
         needs = {
-            "timm's Block with its Attention and an MLP with fc2 in every layer": all(
-                type(block) is Block and type(block.attn) is Attention and hasattr(block.mlp, 'fc2')
-                for block in blocks),
-            'queries and keys that keep their lengths (qk_norm=False)': all(
-                isinstance(getattr(getattr(block, 'attn', None), 'q_norm', None), nn.Identity) for block in blocks),
+            "timm's Block with its Attention (qk_norm=False) and an MLP with fc2 in every layer": all(
+                type(block) is Block and type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity)
+                and hasattr(block.mlp, 'fc2') for block in model.blocks),
             "a position embedding for a head to find a patch by (pos_embed='learn')": model.pos_embed is not None,
-            'a fixed number of patches (dynamic_img_pad=False)': not getattr(
-                model.patch_embed, 'dynamic_img_pad', False),
-            'a projection of patches, and no backbone before its tokens': hasattr(model.patch_embed.proj, 'weight')}
+            'a projection of patches, no backbone, and a fixed number of them (dynamic_img_pad=False)': hasattr(
+                model.patch_embed.proj, 'weight') and not getattr(model.patch_embed, 'dynamic_img_pad', False)}
     else:
         needs = {
             'to be a VisionTransformer (vit_*, deit_*), a Beit, or vit_relpos_*': isinstance(
@@ -119,7 +88,7 @@ def _check(model: Any, peak: float, kernel_size: int) -> Tuple[int, int]:
     missing = next((need for need, is_there in needs.items() if not is_there), None)
     if missing is not None:
         raise ValueError(f'{type(model).__name__} cannot be started as a convolution: it needs {missing}.')
-    grid_size: Tuple[int, int] = model.patch_embed.grid_size
+    grid_size: Grid = model.patch_embed.grid_size
     if not 1 < peak * math.prod(grid_size) < math.prod(grid_size):
         raise ValueError(f'{peak=} must be below 1, and above that of even attention, 1 / {math.prod(grid_size)}.')
     if kernel_size % 2 == 0 or not 0 < kernel_size < 2 * min(grid_size):
@@ -132,58 +101,65 @@ def _tables(model: nn.Module) -> List[Any]:
     return [module for module in model.modules() if getattr(module, 'relative_position_bias_table', None) is not None]
 
 
-def _num_freqs(model: Any, num_positions: int) -> int:
-    """Return the number of frequencies of a code that tells positions in a row apart: half of a head's dimensions.
-
-    Raises:
-        ValueError: If a head has too few dimensions.
-    """
-    head_dim = model.blocks[0].attn.head_dim
-    num_freqs = max(head_dim // 8, -(-num_positions // 4))
+def _point_by_code(model: Any, images: Any, grid_size: Grid, peak: float, kernel_size: int, seed: int) -> None:
+    """Point the heads of a model with a position embedding, which gets a code of the position."""
+    (pixels, _, _), size = choose_images(images, model, NUM_IMAGES), data_config(model)['input_size']
+    if tuple(pixels.shape[1:]) != size or not len(pixels):
+        raise ValueError(f'Images of shape {tuple(pixels.shape)} where (B, {", ".join(map(str, size))}) is needed.')
+    pixels = pixels[evenly_spaced(len(pixels), NUM_IMAGES)]
+    head_dim, num_positions = model.blocks[0].attn.head_dim, max(grid_size) + kernel_size // 2
+    num_freqs = max(head_dim // 8, -(-num_positions // 4))  # half of a head's dimensions, or more to tell all apart
     if 4 * num_freqs >= head_dim:
         raise ValueError(
             f'Heads of {head_dim} dimensions cannot tell {num_positions} positions in a row apart: use larger patches, '
             f'or heads of {4 * num_freqs + 1} or more.')
-    return num_freqs
+    reserved = 4 * num_freqs + 1 + 2 * bool(model.num_prefix_tokens)  # two mark patches and other tokens
+    if not model.patch_embed.proj.weight[reserved:].flatten(1).any(dim=1).all():
+        raise ValueError(f'{type(model).__name__} was started with a longer code: create it anew for this size.')
+    offsets = _deal(len(model.blocks), model.blocks[0].attn.num_heads, kernel_size, seed)
+    _write_values(model, seed)
+    _reserve(model, reserved)
+    with eval_mode(model):
+        longest = model.patch_embed(pixels).square().sum(dim=-1).mean().sqrt()
+        for _ in range(2):  # the first measures how long the content gets
+            _write_code(model, num_freqs, reserved, LENGTH * longest)
+            longest, weights = _point_layers(model, pixels, offsets, num_freqs, reserved, peak)
+    worst = max(weights, key=lambda weight: abs(weight - peak))
+    if not abs(worst - peak) < TOLERANCE:
+        raise ValueError(
+            f'Heads have a weight of {worst:.2f} on their patches where {peak=} was asked for: use another peak, '
+            'other images, or float32.')
 
 
 def _reserve(model: Any, reserved: int) -> None:
     """Keep everything but layer norms, queries and keys from writing or reading the first dimensions of tokens."""
-    writers: List[Any] = [model.patch_embed.proj, getattr(model.patch_embed, 'norm', None)]
+    layers = [model.patch_embed.proj, getattr(model.patch_embed, 'norm', nn.Identity()), model.norm, model.fc_norm]
     for block in model.blocks:
-        writers += [block.attn.proj, block.mlp.fc2]
+        layers += [block.attn.proj, block.mlp.fc2]
         block.attn.qkv.weight[-block.attn.attn_dim:, :reserved] = 0  # of values
         for name, layer in block.mlp.named_children():
             if name.startswith('fc1'):
                 layer.weight[:, :reserved] = 0
-    for layer in writers:
-        for parameter in (getattr(layer, name, None) for name in ('weight', 'bias')):
-            if parameter is not None:
-                parameter[:reserved] = 0
-    for norm in (model.norm, model.fc_norm):  # before the head
-        if getattr(norm, 'weight', None) is not None:
-            norm.weight[:reserved] = 0
+    for layer in layers:
+        for parameter in layer.parameters():
+            parameter[:reserved] = 0
 
 
 def _write_code(model: Any, num_freqs: int, reserved: int, length: torch.Tensor) -> None:
     """Give every patch the code of its position, and of this length. Mark class tokens and registers, and patches."""
     size, code = 4 * num_freqs, position_code(model.patch_embed.grid_size, num_freqs) @ basis(4 * num_freqs)
     amplitude = length / math.sqrt(2 * num_freqs)  # of cos and sin
+    for name, tokens in model.named_parameters(recurse=False):  # pos_embed, cls_token, reg_token, dist_token
+        tokens[..., :reserved] = 0
+        if name != 'pos_embed':
+            tokens[..., size + 1] = amplitude
     patches = model.pos_embed[:, -len(code):]
-    model.pos_embed[..., :reserved] = 0
     patches[..., :size + 1] = amplitude * code.to(amplitude)
     patches[..., size + 2:reserved] = amplitude
-    for token in (getattr(model, name, None) for name in ('cls_token', 'reg_token', 'dist_token')):
-        if token is not None:
-            token[..., :reserved] = 0
-            token[..., size + 1] = amplitude
 
 
 def _write_values(model: Any, seed: int) -> None:
-    """Make the product of values and output projection near a negative identity, as in arXiv 2305.09828.
-
-    Layers of trained ViTs look like that, and learn faster from there.
-    """
+    """Make the product of values and output projection near a negative identity, as in trained ViTs (2305.09828)."""
     generator = torch.Generator().manual_seed(seed)
     for attn in (block.attn for block in model.blocks):
         dim = attn.qkv.in_features
@@ -196,30 +172,23 @@ def _write_values(model: Any, seed: int) -> None:
 
 
 def _point_layers(
-        model: Any,
-        images: torch.Tensor,
-        offsets: List[Offset],
-        num_freqs: int,
-        reserved: int,
-        peak: float,
+        model: Any, images: torch.Tensor, offsets: List[List[Offset]], num_freqs: int, reserved: int, peak: float,
 ) -> Tuple[torch.Tensor, List[torch.Tensor]]:
     """Point the heads of all layers, and let layer norms give the content the length that it has without the code.
 
     Return the length of the content in the layer where it is longest, and the mean weight in every layer.
     """
-    num_heads, lengths, weights = model.blocks[0].attn.num_heads, [], []
-
     def level(norm: Any, x: torch.Tensor) -> torch.Tensor:
         if getattr(norm, 'weight', None) is not None:
             norm.weight[reserved:] /= norm(x)[..., reserved:].square().mean().sqrt()
         return norm(x)
 
+    lengths, weights = [], []
     x = model.norm_pre(model._pos_embed(model.patch_embed(images)))
-    for i, block in enumerate(model.blocks):
+    for block, dealt in zip(model.blocks, offsets):
         lengths.append(x[..., reserved:].square().sum(dim=-1).mean().sqrt())
         tokens = level(block.norm1, x)
-        weights.append(_point_layer(
-            block.attn, tokens, offsets[i * num_heads:][:num_heads], model.patch_embed.grid_size, num_freqs, peak))
+        weights.append(_point_layer(block.attn, tokens, dealt, model.patch_embed.grid_size, num_freqs, peak))
         level(block.norm2, x + block.ls1(block.attn(tokens)))
         x = block(x)
     level(model.fc_norm, model.pool(level(model.norm, x)))
@@ -227,12 +196,7 @@ def _point_layers(
 
 
 def _point_layer(
-        attn: Any,
-        tokens: torch.Tensor,
-        offsets: List[Offset],
-        grid_size: Tuple[int, int],
-        num_freqs: int,
-        peak: float,
+        attn: Any, tokens: torch.Tensor, offsets: List[Offset], grid_size: Grid, num_freqs: int, peak: float,
 ) -> torch.Tensor:
     """Point the heads of a layer, given its input, and return their mean weight on the patch there.
 
@@ -256,26 +220,20 @@ def _point_layer(
     q, k = q[:, :, prefix:] * attn.scale, k.transpose(-2, -1)
     by_position = q[..., :size + 1] @ k[..., :size + 1, :]
     by_content = q[..., size + 1:] @ k[..., size + 1:, :]
-    patch, is_inside = (each.to(tokens.device) for each in _patches_at(offsets, grid_size))
+    numbers = torch.arange(math.prod(grid_size), device=tokens.device).view(1, -1, 1) + 1
+    patch = torch.cat([shift_tokens(numbers, offset, grid_size) for offset in offsets]) - 1  # at its offset, or -1
+    is_inside = patch.squeeze(-1) >= 0
     low, high = 1 / MAX_GAIN, MAX_GAIN
     for _ in range(16):  # bisection, of the logarithm
         gain = math.sqrt(low * high)
         attention = (gain * by_position + by_content).softmax(dim=-1)[..., prefix:]
-        weight = attention.gather(-1, patch.expand(len(tokens), -1, -1).unsqueeze(-1)).squeeze(-1)[:, is_inside].mean()
+        weight = attention.gather(-1, patch.clamp(min=0).expand(len(tokens), -1, -1, -1))[:, is_inside].mean()
         low, high = (gain, high) if weight < peak else (low, gain)
     coded *= math.sqrt(gain)
     return weight
 
 
-def _patches_at(offsets: List[Offset], grid_size: Tuple[int, int]) -> Tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of the patch at every offset from every patch, 0 if there is none, and if there is one."""
-    (height, width), offset = grid_size, torch.tensor(offsets)[:, :, None, None]
-    rows, cols = torch.arange(height)[:, None] + offset[:, 0], torch.arange(width) + offset[:, 1]
-    is_inside = (rows >= 0) & (rows < height) & (cols >= 0) & (cols < width)
-    return (rows * width + cols).where(is_inside, torch.tensor(0)).flatten(1), is_inside.flatten(1)
-
-
-def position_code(grid_size: Tuple[int, int], num_freqs: int) -> torch.Tensor:
+def position_code(grid_size: Grid, num_freqs: int) -> torch.Tensor:
     """Return cos and sin of omega_f y, then of omega_f x, for every patch: shape (N, 4 * num_freqs).
 
     With omega_f = pi (2f - 1) / 2F, the codes of two rows have the product sum_f cos(omega_f (y - y')), which is F for
@@ -309,17 +267,16 @@ def rotation(offset: Offset, num_freqs: int) -> torch.Tensor:
     return torch.block_diag(*blocks)
 
 
-def _deal(count: int, kernel_size: int, seed: int) -> List[Offset]:
-    """Return `count` offsets, shuffled, with none twice before all were dealt."""
-    generator, reach = torch.Generator().manual_seed(seed), kernel_size // 2
-    dealt: List[Offset] = []
-    while len(dealt) < count:
+def _deal(num_layers: int, num_heads: int, kernel_size: int, seed: int) -> List[List[Offset]]:
+    """Return an offset for every head of every layer, shuffled, with none twice before all were dealt."""
+    generator, offsets = torch.Generator().manual_seed(seed), []
+    for _ in range(-(-num_layers * num_heads // kernel_size ** 2)):
         order = torch.randperm(kernel_size ** 2, generator=generator, device='cpu').tolist()
-        dealt += [(i // kernel_size - reach, i % kernel_size - reach) for i in order]
-    return dealt[:count]
+        offsets += [(i // kernel_size - kernel_size // 2, i % kernel_size - kernel_size // 2) for i in order]
+    return [offsets[layer * num_heads:][:num_heads] for layer in range(num_layers)]
 
 
-def _point_tables(model: Any, grid_size: Tuple[int, int], peak: float, kernel_size: int, seed: int) -> None:
+def _point_by_tables(model: Any, grid_size: Grid, peak: float, kernel_size: int, seed: int) -> None:
     """Point the heads of a model with tables of biases: one bias per head and offset, as in Theorem 1."""
     height, width = grid_size
     prefix, tables = model.cls_token is not None, _tables(model)
@@ -328,7 +285,7 @@ def _point_tables(model: Any, grid_size: Tuple[int, int], peak: float, kernel_si
     if len(tables) > len(model.blocks):  # one for all layers comes first, and is enough
         tables = tables[:1]
     num_heads = tables[0].relative_position_bias_table.shape[1]
-    offsets = torch.tensor(_deal(len(tables) * num_heads, kernel_size, seed)).view(len(tables), num_heads, 2)
+    offsets = torch.tensor(_deal(len(tables), num_heads, kernel_size, seed))
     # exp(M) = t^2 is peak of the sum t^2 + t + N - 1, with the class token's exp(M / 2)
     odds = peak / (1 - peak)
     sharpness = 2 * math.log((prefix + math.sqrt(prefix + 4 * (height * width - 1) / odds)) * odds / 2)
@@ -338,8 +295,6 @@ def _point_tables(model: Any, grid_size: Tuple[int, int], peak: float, kernel_si
         if prefix:  # class token to patches, patches to class token, class token to itself
             bias[-2] = sharpness / 2
     for attn in (block.attn for block in model.blocks):
-        dim = attn.qkv.out_features // 3
-        attn.qkv.weight[:dim] = 0
-        for bias in (attn.qkv.bias, getattr(attn, 'q_bias', None)):
-            if bias is not None:
-                bias[:dim] = 0
+        for name, parameter in attn.named_parameters():
+            if name in ('qkv.weight', 'qkv.bias', 'q_bias'):
+                parameter[:attn.qkv.out_features // 3] = 0  # of queries
