@@ -1,0 +1,107 @@
+"""Attention in place of depthwise and grouped convolutions: heads move tokens, and each group has weights of its own.
+
+A depthwise convolution then costs a weight for every channel and head, not a matrix.
+"""
+import copy
+from typing import Any, List, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .attention import RelPosAttention
+from .layers import Mask, Size2d, reject_attn_mask
+from .rel_pos import add_attn_mask
+from .shifts import HeadShifts, Offset
+
+# keep as leaves for FX
+torch.fx.wrap('add_attn_mask')
+torch.fx.wrap('reject_attn_mask')
+
+GROUPED_QK_DIM = 2  # width of queries and keys: wider ones would cost more than all the rest
+
+
+class GroupedProj(nn.Module):
+    """Apply the weights of every head to tokens, group by group: (B, N, dim) to (B, N, num_heads * dim_out).
+
+    A weight of shape (dim_out, num_heads * dim / groups) is that of a linear layer without what lies between groups.
+    The bias is for the sum of the heads.
+    """
+
+    def __init__(self, dim: int, dim_out: int, num_heads: int, groups: int, area: int, out_area: int, **dd: Any):
+        super().__init__()
+        self.groups, self.area = groups, area
+        self.shape = out_area, groups, dim_out // (out_area * groups), num_heads, area, dim // (area * groups)
+        self.weight = nn.Parameter(torch.empty(dim_out, num_heads * dim // groups, **dd))
+        self.bias = nn.Parameter(torch.empty(dim_out, **dd))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unflatten(-1, (self.area, self.groups, -1))
+        return torch.einsum('bnpgi,qgohpi->bnhqgo', x, self.weight.view(self.shape)).flatten(2)
+
+    def add_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """Add up what heads have moved: (B, N, num_heads * dim_out) to (B, N, dim_out)."""
+        return x.unflatten(-1, (self.shape[3], -1)).sum(dim=2, dtype=x.dtype) + self.bias.to(x.dtype)
+
+
+class HardGroupedAttention(nn.Module):
+    """A `GroupedAttention` for inference whose heads are all hard."""
+
+    def __init__(self, attn: 'GroupedAttention', offsets: List[Optional[Offset]]) -> None:
+        super().__init__()
+        self.proj = copy.deepcopy(attn.proj).requires_grad_(False)
+        self.shifts = HeadShifts(offsets, attn.head_dim, attn.grid_size)
+
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+        return self.proj.add_heads(self.shifts(self.proj(reject_attn_mask(x, attn_mask, is_causal))))
+
+
+class GroupedAttention(RelPosAttention):
+    """A `RelPosAttention` for depthwise and grouped convolutions: (B, N, dim) to (B, N, dim_out).
+
+    Its values are the tokens. What every head adds to the output is a linear function of each group of channels. That
+    is applied before a head moves tokens, which is the same: all heads are then one product of matrices.
+    """
+    hard_form = HardGroupedAttention
+
+    def __init__(
+            self,
+            dim: int,
+            grid_size: Size2d,
+            num_heads: int,
+            dim_out: int,
+            groups: int,
+            area: int,
+            out_area: int,
+            qk_dim: Optional[int] = None,
+            device: Optional[torch.device] = None,
+            dtype: Optional[torch.dtype] = None,
+            **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            dim, grid_size, num_heads, dim_out, **kwargs: See `RelPosAttention`.
+            groups: Groups of channels. Tokens are flattened patches, in which the channel varies fastest.
+            area, out_area: Pixels of a patch of the input and of the output.
+            qk_dim: Width of a head's queries and keys; by default 2.
+        """
+        dd: Any = {'device': device, 'dtype': dtype}
+        qk_dim = GROUPED_QK_DIM if qk_dim is None else qk_dim
+        super().__init__(dim, grid_size, num_heads, 1, qk_dim, dim_out, **kwargs, **dd)
+        self.head_dim = dim_out
+        self.widths[2] = 0  # the projections have no values
+        self.qkv = nn.Linear(dim, sum(self.widths), bias=self.qkv.bias is not None, **dd)
+        self.proj = GroupedProj(dim, dim_out, num_heads, groups, area, out_area, **dd)
+        self.reset_parameters()
+
+    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+        if self.shifts is not None and self.fused_attn:
+            x = self.shifts(self.proj(reject_attn_mask(x, attn_mask, is_causal)))
+            return self.proj_drop(self.proj.add_heads(x))
+        B, N, _ = x.shape
+        q, k = self.qkv(x).reshape(B, N, 2, self.num_heads, self.qk_dim).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = F.pad((q * self.scale) @ k.transpose(-2, -1), [0, 1])  # the zero key
+        attn = scores + add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+        attn = self.attn_drop(attn.softmax(dim=-1))[..., :-1].permute(0, 2, 3, 1).flatten(2)
+        x = attn @ self.proj(x).reshape(B, N * self.num_heads, self.head_dim)
+        return self.proj_drop(x + self.proj.bias.to(x.dtype))
