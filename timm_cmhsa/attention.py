@@ -27,8 +27,9 @@ class RelPosAttention(nn.Module):
     """
     fused_attn: Final[bool]
     hard_form: Any = HardAttention  # of `fuse`
-    if TYPE_CHECKING:
-        shifts: Optional[HeadShifts]  # TorchScript knows no such annotation
+    if TYPE_CHECKING:  # TorchScript knows no such annotations
+        shifts: Optional[HeadShifts]
+        proj: Any
 
     def __init__(
             self,

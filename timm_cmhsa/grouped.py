@@ -22,13 +22,22 @@ GROUPED_QK_DIM = 2  # width of queries and keys: wider ones would cost more than
 
 
 class GroupedProj(nn.Module):
-    """Apply the weights of every head to tokens, group by group: (B, N, dim) to (B, N, num_heads * dim_out).
+    """What every head adds to the output, group by group: maps (B, N, dim) to (B, N, num_heads * dim_out).
 
-    A weight of shape (dim_out, num_heads * dim / groups) is that of a linear layer without what lies between groups.
-    The bias is for the sum of the heads.
+    The weight, (dim_out, num_heads * dim / groups), is that of a linear layer without its zeros between groups. The
+    bias is for the sum of the heads.
     """
 
-    def __init__(self, dim: int, dim_out: int, num_heads: int, groups: int, area: int, out_area: int, **dd: Any):
+    def __init__(
+            self,
+            dim: int,
+            dim_out: int,
+            num_heads: int,
+            groups: int,
+            area: int,
+            out_area: int,
+            **dd: Any,
+    ) -> None:
         super().__init__()
         self.groups, self.area = groups, area
         self.shape = out_area, groups, dim_out // (out_area * groups), num_heads, area, dim // (area * groups)
@@ -59,8 +68,8 @@ class HardGroupedAttention(nn.Module):
 class GroupedAttention(RelPosAttention):
     """A `RelPosAttention` for depthwise and grouped convolutions: (B, N, dim) to (B, N, dim_out).
 
-    Its values are the tokens. What every head adds to the output is a linear function of each group of channels. That
-    is applied before a head moves tokens, which is the same: all heads are then one product of matrices.
+    It has no value projection: heads move the tokens themselves, and the output projection does not mix groups. It is
+    applied before tokens are moved, which is the same, so that the sum over heads is one product of matrices.
     """
     hard_form = HardGroupedAttention
 
