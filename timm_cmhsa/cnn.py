@@ -18,7 +18,6 @@ from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
 from .errors import one_line
-from .grouped import GROUPED_QK_DIM
 from .layers import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
@@ -360,33 +359,26 @@ def _cheapest_rewrite(
 ) -> RelPosAttention:
     """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones.
 
-    Heads that keep groups apart are a third way, nearly always the cheapest if there are groups. Thin ones can be
-    cheaper for few channels in large patches, of which each head reads a small part.
+    Heads that keep the groups of a convolution apart carry whole patches.
     """
     num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
-    plans = {
-        (groups, width): plan_heads(conv, patch_size, grid_size, width, options.peak, groups)
-        for groups, width in ((1, conv.in_channels), (1, dim), (conv.groups, dim))}
+    widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)
+    plans = {width: plan_heads(conv, patch_size, grid_size, width, options.peak, conv.groups) for width in widths}
 
-    def cost(form: Pair) -> int:
-        groups, head_dim = form
-        num_heads = len(plans[form])
-        if groups > 1:
-            qk_dim, head_dim, projection = GROUPED_QK_DIM, dim_out, dim * dim_out // groups
-        else:
-            qk_dim, projection = default_qk_dim(dim, head_dim), head_dim * (dim + dim_out)
-        macs = _macs(2 * dim * qk_dim + projection, qk_dim + head_dim, num_patches)
-        return num_heads * (macs + SOFTMAX_MACS * num_patches ** 2)
+    def cost(head_dim: int) -> int:
+        qk_dim = default_qk_dim(dim, head_dim)
+        macs = _macs(2 * dim * qk_dim + head_dim * (dim + dim_out), qk_dim + head_dim, num_patches)
+        return len(plans[head_dim]) * (macs + SOFTMAX_MACS * num_patches ** 2)
 
-    groups, head_dim = form = min(plans, key=cost)
-    num_heads = len(plans[form])
+    head_dim = min(plans, key=cost)
+    num_heads = len(plans[head_dim])
     if num_heads * num_patches * (num_patches + 1) > MAX_BIAS_ENTRIES:
         raise ValueError(
             f'Its {num_heads} heads on a map of {grid_size[0]} x {grid_size[1]} tokens would need more than '
             f'{MAX_BIAS_ENTRIES / 2 ** 28:g} GiB for their biases: use larger patches or a smaller input.')
     options = options._replace(head_dim=head_dim)
-    return rewrite(conv, patch_size, grid_size, options, generator, plans[form], groups)
+    return rewrite(conv, patch_size, grid_size, options, generator, plans[head_dim], conv.groups)
 
 
 def _macs(num_weights: int, attn_dim: int, num_patches: int) -> int:

@@ -158,13 +158,12 @@ def rewrite(
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
-        layer: Any = dict(dim_out=dim_out, qk_dim=options.qk_dim, dtype=conv.weight.dtype)
-        layer.update(_encoding(conv, heads, options))
-        if groups > 1:
-            attn: RelPosAttention = GroupedAttention(
-                dim, grid_size, num_heads, groups=groups, area=patch_h * patch_w, out_area=out_pixels, **layer)
+        layer: Any = dict(dim_out=dim_out, dtype=conv.weight.dtype, **_encoding(conv, heads, options))
+        if groups == 1:
+            attn = RelPosAttention(dim, grid_size, num_heads, options.head_dim, options.qk_dim, **layer)
         else:
-            attn = RelPosAttention(dim, grid_size, num_heads, options.head_dim, **layer)
+            attn = GroupedAttention(
+                dim, grid_size, num_heads, groups=groups, area=patch_h * patch_w, out_area=out_pixels, **layer)
     attn.to_empty(device='cpu').reset_parameters(generator)
     soft_sharpness, share_of_mean = 0., 0.
     if options.peak is not None and any(head.is_soft for head in heads):

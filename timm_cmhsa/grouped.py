@@ -3,7 +3,8 @@
 A depthwise convolution then costs a weight for every channel and head, not a matrix.
 """
 import copy
-from typing import Any, List, Optional
+import math
+from typing import Any, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -24,28 +25,19 @@ GROUPED_QK_DIM = 2  # width of queries and keys: wider ones would cost more than
 class GroupedProj(nn.Module):
     """What every head adds to the output, group by group: maps (B, N, dim) to (B, N, num_heads * dim_out).
 
-    The weight, (dim_out, num_heads * dim / groups), is that of a linear layer without its zeros between groups. The
+    The weight, (dim_out, num_heads * dim / groups), is that of a linear layer without its zeros between groups; `shape`
+    is (output pixels of a patch, groups, a group's output channels, heads, pixels of a patch, a group's channels). The
     bias is for the sum of the heads.
     """
 
-    def __init__(
-            self,
-            dim: int,
-            dim_out: int,
-            num_heads: int,
-            groups: int,
-            area: int,
-            out_area: int,
-            **dd: Any,
-    ) -> None:
+    def __init__(self, shape: Tuple[int, int, int, int, int, int], **dd: Any) -> None:
         super().__init__()
-        self.groups, self.area = groups, area
-        self.shape = out_area, groups, dim_out // (out_area * groups), num_heads, area, dim // (area * groups)
-        self.weight = nn.Parameter(torch.empty(dim_out, num_heads * dim // groups, **dd))
-        self.bias = nn.Parameter(torch.empty(dim_out, **dd))
+        self.shape = shape
+        self.weight = nn.Parameter(torch.empty(math.prod(shape[:3]), math.prod(shape[3:]), **dd))
+        self.bias = nn.Parameter(torch.empty(math.prod(shape[:3]), **dd))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x.unflatten(-1, (self.area, self.groups, -1))
+        x = x.unflatten(-1, (self.shape[4], self.shape[1], -1))
         return torch.einsum('bnpgi,qgohpi->bnhqgo', x, self.weight.view(self.shape)).flatten(2)
 
     def add_heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -82,25 +74,22 @@ class GroupedAttention(RelPosAttention):
             groups: int,
             area: int,
             out_area: int,
-            qk_dim: Optional[int] = None,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
+            qk_dim: int = GROUPED_QK_DIM,
             **kwargs: Any,
     ) -> None:
         """
         Args:
-            dim, grid_size, num_heads, dim_out, **kwargs: See `RelPosAttention`.
+            dim, grid_size, num_heads, dim_out, qk_dim, **kwargs: See `RelPosAttention`.
             groups: Groups of channels. Tokens are flattened patches, in which the channel varies fastest.
             area, out_area: Pixels of a patch of the input and of the output.
-            qk_dim: Width of a head's queries and keys; by default 2.
         """
-        dd: Any = {'device': device, 'dtype': dtype}
-        qk_dim = GROUPED_QK_DIM if qk_dim is None else qk_dim
-        super().__init__(dim, grid_size, num_heads, 1, qk_dim, dim_out, **kwargs, **dd)
+        super().__init__(dim, grid_size, num_heads, 1, qk_dim, dim_out, **kwargs)
+        dd: Any = {'device': kwargs.get('device'), 'dtype': kwargs.get('dtype')}
         self.head_dim = dim_out
         self.widths[2] = 0  # the projections have no values
         self.qkv = nn.Linear(dim, sum(self.widths), bias=self.qkv.bias is not None, **dd)
-        self.proj = GroupedProj(dim, dim_out, num_heads, groups, area, out_area, **dd)
+        chans, chans_out = dim // (area * groups), dim_out // (out_area * groups)
+        self.proj = GroupedProj((out_area, groups, chans_out, num_heads, area, chans), **dd)
         self.reset_parameters()
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
