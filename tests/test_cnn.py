@@ -202,6 +202,7 @@ def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):
     if form == 'inference':
         model = timm.utils.reparameterize_model(model)
         assert isinstance(model[1].attn, HardGroupedAttention)
+        assert not any(parameter.requires_grad for parameter in model[1].parameters())
     torch.compiler.reset()
     torch.save(model, tmp_path / 'model.pt')
     others = [
