@@ -13,8 +13,9 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from timm_cmhsa import attend_convs
+from timm_cmhsa import attend_convs, attention_maps
 from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d, attention_summary
+from timm_cmhsa.grouped import GroupedAttention, HardGroupedAttention
 
 
 def resnet(**kwargs):
@@ -100,6 +101,131 @@ def test_every_convolution_is_replaced_exactly(case):
     actual = model(x)
     assert actual.shape == expected.shape
     assert (actual - expected).abs().max() <= 2e-6 * expected.abs().max().clamp(min=1e-3)
+
+
+@st.composite
+def grouped_convolutions(draw):
+    """A depthwise or grouped convolution, the size of a map for it, and of a patch."""
+    kernel, stride, dilation, patch = (
+        draw(st.tuples(*[st.integers(low, high)] * 2)) for low, high in ((1, 5), (1, 2), (1, 2), (1, 2)))
+    assume(max(kernel) > 1)
+    circular = draw(st.booleans())
+    if circular:
+        kernel, stride = (kernel[0] // 2 * 2 + 1, kernel[1] // 2 * 2 + 1), (1, 1)
+        padding = tuple(d * (k - 1) // 2 for d, k in zip(dilation, kernel))
+        size = (patch[0] * 6, patch[0] * 8)
+    else:
+        padding, size = draw(st.tuples(*[st.integers(0, 3)] * 2)), draw(st.tuples(*[st.integers(9, 12)] * 2))
+    groups, chans, chans_out = draw(st.integers(2, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    torch.manual_seed(draw(st.integers(0, 2 ** 16)))
+    conv = nn.Conv2d(
+        groups * chans, groups * chans_out, kernel, stride, padding, dilation, groups, draw(st.booleans()),
+        'circular' if circular else 'zeros')
+    return conv, size, patch[0], draw(st.sampled_from([None, 0.6, 0.9]))
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
+@given(grouped_convolutions())
+def test_groups_stay_apart_and_the_function_stays_the_same(case):
+    """As attention, fused or not, and if heads look at one offset also as shifts, for training and for inference."""
+    conv, size, patch_size, peak = case
+    x = torch.randn(2, conv.in_channels, *size)
+    expected = conv(x)
+    model = attend_convs(nn.Sequential(conv), '*', x.shape[1:], patch_size, peak)
+    attn = model[0].attn
+    assert isinstance(attn, GroupedAttention)
+    area, out_area = (side_h * side_w for side_h, side_w in (model[0].patch_size, model[0].out_patch_size))
+    assert attn.proj.weight.numel() == attn.num_heads * area * out_area * conv.weight[..., 0, 0].numel()
+    outputs = [model(x)]
+    if peak is None and conv.padding_mode == 'zeros':
+        attn.set_hard_attn()
+        outputs.append(model(x))
+        attn.set_hard_attn(False)
+        outputs.append(timm.utils.reparameterize_model(model)(x))
+    for actual in outputs:
+        assert actual.shape == expected.shape
+        assert (actual - expected).abs().max() <= 3e-6 * expected.abs().max().clamp(min=1e-3)
+
+
+def depthwise(peak=None, chans=6, **kwargs):
+    """A depthwise convolution between others, as attention."""
+    model = nn.Sequential(
+        nn.Conv2d(3, chans, 1), nn.Conv2d(chans, 2 * chans, 3, padding=1, groups=chans, **kwargs), nn.Flatten(),
+        nn.Linear(2 * chans * 49, 5))
+    return attend_convs(model.eval(), '1', (3, 7, 7), peak=peak)
+
+
+@pytest.mark.parametrize('peak', [None, 0.75])
+def test_a_depthwise_convolution_of_1152_channels_costs_little(peak):
+    """The last one of an EfficientNet-Lite0 has 0.01 M parameters; as a dense layer it would have 28 M."""
+    conv = nn.Conv2d(1152, 1152, 3, padding=1, groups=1152, bias=False)
+    model = attend_convs(nn.Sequential(conv), '*', (1152, 7, 7), peak=peak)
+    assert sum(parameter.numel() for parameter in model.parameters()) <= 100_000
+    assert f'{9 if peak is None else 10} of 1152' in attention_summary(model)
+
+
+@pytest.mark.parametrize('peak', [None, 0.75])
+def test_depthwise_attention_learns(peak):
+    """The first step moves all but the keys, as queries are zero, and the biases of hard heads."""
+    model = depthwise(peak)
+    attn, x, targets = model[1].attn, torch.randn(8, 3, 7, 7), torch.arange(8) % 5
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    moved = {}
+    for step in range(2):
+        before = copy.deepcopy(attn.state_dict())
+        nn.functional.cross_entropy(model(x), targets).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        (query, key, _), (old_query, old_key, _) = (
+            weight.detach().split(attn.widths) for weight in (attn.qkv.weight, before['qkv.weight']))
+        moved[step] = {name: (new - before[name]).abs().max() for name, new in attn.state_dict().items()}
+        moved[step].update(query=(query - old_query).abs().max(), key=(key - old_key).abs().max())
+    assert moved[0]['key'] == 0
+    assert min(moved[0]['proj.weight'], moved[0]['proj.bias']) > 1e-4
+    if peak is not None:
+        table, zero_key = 'rel_pos.relative_position_bias_table', 'rel_pos.zero_key_bias'
+        assert min(moved[0]['query'], moved[0][table], moved[0][zero_key]) > 1e-6
+        assert moved[1]['key'] > 1e-9
+
+
+@pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
+@pytest.mark.parametrize('form', ['soft', 'hard', 'shifts', 'inference'])
+def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):
+    model = depthwise(0.75 if form == 'soft' else None)
+    x = torch.randn(2, 3, 7, 7)
+    expected = model(x)
+    maps = attention_maps(model, x)['1.attn']
+    assert maps.weights.shape == (2, model[1].attn.num_heads, 49, 49)
+    torch.testing.assert_close(maps.weights.sum(dim=-1) + maps.zero_key, torch.ones_like(maps.zero_key))
+    if form == 'shifts':
+        model[1].attn.set_hard_attn()
+    if form == 'inference':
+        model = timm.utils.reparameterize_model(model)
+        assert isinstance(model[1].attn, HardGroupedAttention)
+        assert not any(parameter.requires_grad for parameter in model[1].parameters())
+    torch.compiler.reset()
+    torch.save(model, tmp_path / 'model.pt')
+    others = [
+        torch.jit.script(model), torch.jit.trace(model, x), torch.fx.symbolic_trace(model),
+        torch.compile(model, fullgraph=True, backend='aot_eager'),
+        torch.load(tmp_path / 'model.pt', weights_only=False),
+        torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch', min=1)},)).module()]
+    for other in others:
+        torch.testing.assert_close(other(x), expected, atol=1e-5, rtol=1e-5)
+    last = x.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(model.to(memory_format=torch.channels_last)(last), expected, atol=1e-5, rtol=1e-5)
+    assert model[:2](last).is_contiguous(memory_format=torch.channels_last)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast('cpu', dtype=dtype):
+            assert max_error(expected, model(x)) <= 8 * torch.finfo(dtype).eps
+    assert max_error(expected, model.double()(x.double())) <= 1e-5
+    assert max_error(expected, model.bfloat16()(x.bfloat16())) <= 0.05
+
+
+def test_a_state_dict_of_depthwise_attention_fits_another():
+    model, other, x = depthwise(0.75), depthwise(0.75), torch.randn(1, 3, 7, 7)
+    other.load_state_dict(model.state_dict())
+    assert torch.equal(other(x), model(x))
 
 
 def test_circular_padding_is_replaced_where_patches_fit():
@@ -188,9 +314,11 @@ def test_summary_lists_layers_and_their_cost(caplog):
 
 
 @pytest.mark.parametrize('side', [2, 8])
-def test_multiply_accumulates_are_those_of_the_layer(side):
+@pytest.mark.parametrize('groups', [1, 2])
+def test_multiply_accumulates_are_those_of_the_layer(side, groups):
     """The summary agrees with what PyTorch counts, up to the zero key."""
-    model = attend_convs(nn.Sequential(nn.Conv2d(128, 32, 3, padding=1)), '*', (128, side, side), peak=0.75)
+    conv = nn.Conv2d(128, 32, 3, padding=1, groups=groups)
+    model = attend_convs(nn.Sequential(conv), '*', (128, side, side), peak=0.75)
     macs = float(attention_summary(model).split()[-1])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(torch.randn(1, 128, side, side))

@@ -26,8 +26,10 @@ class RelPosAttention(nn.Module):
     points outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
     fused_attn: Final[bool]
-    if TYPE_CHECKING:
-        shifts: Optional[HeadShifts]  # TorchScript knows no such annotation
+    hard_form: Any = HardAttention  # of `fuse`
+    if TYPE_CHECKING:  # TorchScript knows no such annotations
+        shifts: Optional[HeadShifts]
+        proj: Any
 
     def __init__(
             self,
@@ -186,7 +188,7 @@ class RelPosAttention(nn.Module):
 
     def used_heads(self) -> torch.Tensor:
         """Return whether the output projection of a head is not zero: shape (num_heads,)."""
-        return self.proj.weight.view(-1, self.num_heads, self.head_dim).any(dim=2).any(dim=0)
+        return self.proj.weight.unflatten(1, (self.num_heads, -1)).any(dim=2).any(dim=0)
 
     def fuse(self) -> nn.Module:
         """Return the form for inference if all heads are hard, this layer otherwise (timm's `reparameterize_model`)."""
@@ -194,7 +196,7 @@ class RelPosAttention(nn.Module):
             offsets = self.all_hard_offsets()
         except ValueError:
             return self
-        return HardAttention(self, offsets) if any(offset is not None for offset in offsets) else self
+        return self.hard_form(self, offsets) if any(offset is not None for offset in offsets) else self
 
     def args(self) -> Dict[str, Any]:
         """Return the arguments of a model with such layers."""

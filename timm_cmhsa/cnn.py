@@ -187,8 +187,8 @@ def attention_summary(model: nn.Module) -> str:
         if isinstance(module, AttendedConv2d) and isinstance(module.attn, RelPosAttention):
             attn, grid_size = module.attn, module.grid_size
             num_params = sum(parameter.numel() for parameter in attn.parameters())
-            macs = attn.num_heads * _head_macs(
-                attn.qkv.in_features, attn.proj.out_features, attn.head_dim, attn.qk_dim, math.prod(grid_size))
+            num_weights = attn.qkv.weight.numel() + attn.proj.weight.numel()
+            macs = _macs(num_weights, attn.num_heads * (attn.qk_dim + attn.head_dim), math.prod(grid_size))
             costs.append([module.num_params, num_params, module.macs, macs])
             kernel = 'x'.join(map(str, module.kernel_size))
             rows.append((
@@ -357,14 +357,18 @@ def _cheapest_rewrite(
         options: HeadOptions,
         generator: torch.Generator,
 ) -> RelPosAttention:
-    """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones."""
+    """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones.
+
+    Heads that keep the groups of a convolution apart carry whole patches.
+    """
     num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
-    plans = {
-        width: plan_heads(conv, patch_size, grid_size, width, options.peak) for width in (conv.in_channels, dim)}
+    widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)
+    plans = {width: plan_heads(conv, patch_size, grid_size, width, options.peak, conv.groups) for width in widths}
 
     def cost(head_dim: int) -> int:
-        macs = _head_macs(dim, dim_out, head_dim, default_qk_dim(dim, head_dim), num_patches)
+        qk_dim = default_qk_dim(dim, head_dim)
+        macs = _macs(2 * dim * qk_dim + head_dim * (dim + dim_out), qk_dim + head_dim, num_patches)
         return len(plans[head_dim]) * (macs + SOFTMAX_MACS * num_patches ** 2)
 
     head_dim = min(plans, key=cost)
@@ -373,10 +377,10 @@ def _cheapest_rewrite(
         raise ValueError(
             f'Its {num_heads} heads on a map of {grid_size[0]} x {grid_size[1]} tokens would need more than '
             f'{MAX_BIAS_ENTRIES / 2 ** 28:g} GiB for their biases: use larger patches or a smaller input.')
-    return rewrite(conv, patch_size, grid_size, options._replace(head_dim=head_dim), generator, plans[head_dim])
+    options = options._replace(head_dim=head_dim)
+    return rewrite(conv, patch_size, grid_size, options, generator, plans[head_dim], conv.groups)
 
 
-def _head_macs(dim: int, dim_out: int, head_dim: int, qk_dim: int, num_patches: int) -> int:
-    """Return the multiply-accumulates of one head for one image."""
-    projections = dim * (2 * qk_dim + head_dim) + head_dim * dim_out
-    return num_patches * (projections + (qk_dim + head_dim) * num_patches)
+def _macs(num_weights: int, attn_dim: int, num_patches: int) -> int:
+    """Return the multiply-accumulates for one image of projections, and of attention, `attn_dim` a pair of patches."""
+    return num_patches * (num_weights + attn_dim * num_patches)

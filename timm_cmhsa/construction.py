@@ -18,6 +18,7 @@ from timm.layers import to_2tuple
 from torch import nn
 
 from .attention import RelPosAttention
+from .grouped import GroupedAttention
 from .layers import Size2d
 from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
 
@@ -120,10 +121,11 @@ def conv2d_to_attention(
 @torch.no_grad()
 def rewrite(
         conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, options: HeadOptions, generator: torch.Generator,
-        heads: List[Head]) -> RelPosAttention:
+        heads: List[Head], groups: int = 1) -> RelPosAttention:
     """Rewrite a convolution by planned heads, see `conv2d_to_attention` and `plan_heads`, for any padding.
 
-    The patches of the output may cover more or less of it. The generator is for keys and spare heads.
+    The patches of the output may cover more or less of it. The generator is for keys and spare heads. Groups of
+    channels that stay apart, those of the convolution, give a `GroupedAttention`.
     """
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
@@ -133,14 +135,17 @@ def rewrite(
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
     sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
-    num_params = num_heads * (options.head_dim or dim) * (dim + dim_out)
+    num_params = num_heads * (options.head_dim or dim) // groups * (dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
-        attn = RelPosAttention(
-            dim, grid_size, num_heads, options.head_dim, options.qk_dim, dim_out=dim_out, dtype=conv.weight.dtype,
-            **_encoding(conv, heads, options))
+        layer: Any = dict(dim_out=dim_out, dtype=conv.weight.dtype, **_encoding(conv, heads, options))
+        if groups == 1:
+            attn = RelPosAttention(dim, grid_size, num_heads, options.head_dim, options.qk_dim, **layer)
+        else:
+            attn = GroupedAttention(
+                dim, grid_size, num_heads, groups=groups, area=patch_h * patch_w, out_area=out_pixels, **layer)
     attn.to_empty(device='cpu').reset_parameters(generator)
     soft_sharpness, share_of_mean = 0., 0.
     if options.peak is not None and any(head.is_soft for head in heads):
@@ -150,7 +155,7 @@ def rewrite(
     output = attn.proj.weight.view(dim_out, num_heads, -1)
 
     output.zero_()
-    kernel = _dense_kernel(conv)
+    kernel = _dense_kernel(conv) if groups == 1 else conv.weight.detach().cpu().double()
     block, block_offset = kernel, None
     mean_block: Any = 0.  # what all soft heads apply to what they look at
     for i, head in enumerate(heads):
@@ -168,7 +173,8 @@ def rewrite(
             mean_block = mean_block + block * inputs.sum(dim=0).unsqueeze(1)
         share = -share_of_mean if head.offset is None else 1 + share_of_mean * head.is_soft
         query[i] = 0
-        value[i, :len(inputs)] = inputs.to(value.dtype)
+        if groups == 1:
+            value[i, :len(inputs)] = inputs.to(value.dtype)
         output[:, i, :len(inputs)] = (share * block[head.inputs]).T.to(output.dtype)
     if conv.bias is not None:
         attn.proj.bias.copy_(conv.bias.repeat(out_pixels))
@@ -177,12 +183,13 @@ def rewrite(
 
 def plan_heads(
         conv: nn.Conv2d, patch_size: Size2d, grid_size: Size2d, head_dim: Optional[int] = None,
-        peak: Optional[float] = None) -> List[Head]:
+        peak: Optional[float] = None, groups: int = 1) -> List[Head]:
     """Give every offset the heads that its inputs fill; a head of full width carries its patch whole.
 
     With full-width heads, an odd kernel without stride and dilation, and a grid that is larger than its reach, these
     are the (2 * ceil((K - 1) / 2P) + 1)^2 heads of Theorem 1. With a peak, the heads that subtract the mean come last.
-    Arguments and errors are those of `conv2d_to_attention`.
+    With groups, inputs are those of a group, as a head carries the same of all. Arguments and errors are those of
+    `conv2d_to_attention`.
     """
     plain = isinstance(conv, nn.Conv2d) and type(conv).forward is nn.Conv2d.forward
     if not plain or type(conv)._conv_forward is not nn.Conv2d._conv_forward:
@@ -192,7 +199,8 @@ def plan_heads(
             f"padding_mode='{conv.padding_mode}' reads other offsets at the border than inside, which a relative "
             f"position bias cannot: use 'zeros' or 'circular'.")
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
-    head_dim = patch_h * patch_w * conv.in_channels if head_dim is None else head_dim
+    chans = conv.in_channels // groups
+    head_dim = patch_h * patch_w * chans if head_dim is None else head_dim
     if min(patch_h, patch_w, grid_h, grid_w) < 1:
         raise ValueError(f'{patch_size=} and {grid_size=} must be positive.')
     row_taps, col_taps = _axis_taps(conv, 0, patch_h, grid_h), _axis_taps(conv, 1, patch_w, grid_w)
@@ -200,7 +208,7 @@ def plan_heads(
     for row, row_tap in row_taps.items():
         for col, col_tap in col_taps.items():
             reads = row_tap.any(dim=1).any(dim=0)[:, None] & col_tap.any(dim=1).any(dim=0)
-            reads = reads.flatten().repeat_interleave(conv.in_channels)
+            reads = reads.flatten().repeat_interleave(chans)
             inputs = reads.nonzero().flatten() if head_dim < len(reads) else torch.arange(len(reads), device='cpu')
             heads += [Head((row, col), chunk, (row_tap, col_tap)) for chunk in inputs.split(head_dim)]
     return heads if peak is None else _soften(heads, head_dim)
