@@ -718,7 +718,7 @@ def test_names_are_text(tmp_path):
 
 def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
     final = Judged('phase 1', None, {'validation': (torch.zeros(2, 3), torch.zeros(2).long())})
-    write_report(tmp_path, finished[1], [], final, {'x': torch.nn.Identity()}, None)
+    write_report(tmp_path, finished[1], Images({'validation': []}, [], [], []), final, {'x': torch.nn.Identity()}, None)
     assert 'confusion.png cannot be drawn' in capsys.readouterr().out
     assert json.loads((tmp_path / 'results.json').read_text()) == finished[1]
     assert '![curves.png]' in (tmp_path / 'results.md').read_text()
