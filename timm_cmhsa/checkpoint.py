@@ -86,7 +86,7 @@ def open_model(source: PathLike) -> nn.Module:
     Errors are those of `load_model`.
     """
     name = str(source)
-    if os.path.exists(local_path(source)) or not timm.is_model(name) or is_ours(name):
+    if os.path.exists(local_path(source)) or not timm.is_model_pretrained(name):
         checkpoint = Checkpoint.read(source)
         architecture = checkpoint.spec.architecture
         if architecture is None or is_ours(architecture) or os.path.isfile(local_path(source)):

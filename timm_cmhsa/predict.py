@@ -90,8 +90,9 @@ def predict(
         ValueError: If an argument is bad, or memory too small.
     """
     photos = [photos] if isinstance(photos, (str, Path)) else photos
-    if batch_size < 1 or (workers or 0) < 0:
-        raise ValueError(f'--batch-size {batch_size} must be above 0, and --workers {workers or 0} at least 0.')
+    for name, value, least in (('--batch-size', batch_size, 1), ('--workers', workers or 0, 0)):
+        if value < least:
+            raise ValueError(f'{name} {value} must be at least {least}.')
     files = find_photos(photos)
     model = model if isinstance(model, nn.Module) else open_model(model)
     names = class_names(model)
@@ -216,7 +217,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add('--device', metavar='D', help='such as cpu (default: a GPU if there is one)')
     args = parser.parse_args(argv)
     if args.top < 1:
-        parser.error(f'--top {args.top} must be above 0')
+        parser.error(f'--top {args.top} must be at least 1')
     if args.output is not None and args.output.suffix != '.csv':
         parser.error(f'--output {args.output} must end in .csv')
 
