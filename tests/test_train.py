@@ -17,7 +17,6 @@ from PIL import ExifTags, Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import timm_cmhsa
-from timm_cmhsa.evaluation import Mistake
 from timm_cmhsa.images import data_config, image_reader, load_image, read_folder
 from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
@@ -137,7 +136,7 @@ def test_mistakes_are_of_the_model_that_is_saved(finished, photos):
 
 def test_mistakes_in_a_data_set_without_files_have_numbers():
     samples = [(Image.new('L', (2, 2)), i) for i in range(3)]
-    rows = mistake_rows([Mistake(2, 1, 0, 0.75)], samples, ['cat', 'dog'])
+    rows = mistake_rows([(2, 1, 0, 0.75)], samples, ['cat', 'dog'])
     assert list(rows)[1:] == [(2, 'dog', 'cat', '0.7500')]
 
 

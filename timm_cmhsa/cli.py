@@ -18,6 +18,7 @@ from .hub import check_repo_id, push_to_hub
 from .version import __version__
 
 SOURCE = "checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder, or hf-hub:USER/NAME"
+ANY_SOURCE = f'{SOURCE}, also of a stock model of timm; or the name of a pretrained one'
 CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn*) checkpoint that computes the same, and verify it
 before it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the

@@ -1,7 +1,7 @@
 """How good a classifier is, and what it gets wrong. Needs matplotlib, scikit-learn and scipy: the extra `train`."""
 import math
 from functools import partial
-from typing import Callable, Dict, List, NamedTuple, Sequence
+from typing import Callable, Dict, List, Sequence, Tuple
 
 import torch
 from matplotlib.figure import Figure
@@ -14,13 +14,9 @@ NUM_DRAWN, COLUMNS = 24, 6  # mistakes of a picture
 THUMBNAIL = 192  # pixels
 MAX_NAME = 20  # letters above a thumbnail
 
-
-class Mistake(NamedTuple):
-    """An image that is taken for another class."""
-    image: int  # its index
-    target: int
-    taken_for: int
-    probability: float  # of the latter
+Mistake = Tuple[int, int, int, float]  # index of an image, its class, what it is taken for, and its probability
+Figures = Dict[str, Callable[[], Figure]]
+Load = Callable[[int, int], Image.Image]  # of an image by its index, with sides of so many pixels or more
 
 
 def interval(top1: float, number: int) -> str:
@@ -39,18 +35,12 @@ def find_mistakes(logits: torch.Tensor, targets: torch.Tensor) -> List[Mistake]:
     probabilities, classes = logits.softmax(dim=1).max(dim=1)
     order = probabilities.argsort(descending=True, stable=True)
     wrong = order[(classes != targets)[order]]
-    columns = wrong, targets[wrong], classes[wrong], probabilities[wrong]
-    return [Mistake(*row) for row in zip(*(column.tolist() for column in columns))]
+    return list(zip(*(each.tolist() for each in (wrong, targets[wrong], classes[wrong], probabilities[wrong]))))
 
 
-def error_figures(
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        class_names: List[str],
-        load: Callable[[int, int], Image.Image],
-) -> Dict[str, Callable[[], Figure]]:
+def error_figures(logits: torch.Tensor, targets: torch.Tensor, class_names: List[str], load: Load) -> Figures:
     """Return what draws the errors, by name of the file, without what would be empty or too large."""
-    figures: Dict[str, Callable[[], Figure]] = {}
+    figures: Figures = {}
     if len(class_names) <= MAX_CLASSES:
         figures['confusion.png'] = partial(draw_confusion, logits, targets, class_names)
     mistakes = find_mistakes(logits, targets)
@@ -69,27 +59,18 @@ def draw_confusion(logits: torch.Tensor, targets: torch.Tensor, class_names: Lis
     return figure
 
 
-def draw_mistakes(
-        mistakes: Sequence[Mistake],
-        load: Callable[[int, int], Image.Image],
-        class_names: Sequence[str],
-) -> Figure:
-    """Draw the first mistakes: each image, what it was taken for with which probability, and what it is.
-
-    Args:
-        mistakes: At least one, see `find_mistakes`.
-        load: Function that returns the image of an index, for a thumbnail of so many pixels.
-        class_names: Names of the classes.
-    """
+def draw_mistakes(mistakes: Sequence[Mistake], load: Load, class_names: Sequence[str]) -> Figure:
+    """Draw the first mistakes, one or more: each image, what it was taken for, how surely, and what it is."""
     names = [name if len(name) <= MAX_NAME else f'{name[:MAX_NAME - 1]}…' for name in class_names]
     rows = math.ceil(min(len(mistakes), NUM_DRAWN) / COLUMNS)
     figure = Figure((1.8 * COLUMNS, 2.2 * rows + 0.5), dpi=120, layout='constrained')
     empty = {'xticks': [], 'yticks': [], 'frame_on': False}
-    for axis, mistake in zip(figure.subplots(rows, COLUMNS, squeeze=False, subplot_kw=empty).flat, mistakes):
-        image = load(mistake.image, THUMBNAIL)
+    axes = figure.subplots(rows, COLUMNS, squeeze=False, subplot_kw=empty)
+    for axis, (index, target, taken_for, probability) in zip(axes.flat, mistakes):
+        image = load(index, THUMBNAIL)
         image.thumbnail((THUMBNAIL, THUMBNAIL))
         axis.imshow(image)
-        axis.set_title(f'{names[mistake.taken_for]}: {mistake.probability:.0%}', fontsize=8)
-        axis.set_xlabel(f'is {names[mistake.target]}', fontsize=8)
+        axis.set_title(f'{names[taken_for]}: {probability:.0%}', fontsize=8)
+        axis.set_xlabel(f'is {names[target]}', fontsize=8)
     figure.suptitle('The most confident mistakes: taken for, with its probability, and what it is', fontsize=10)
     return figure

@@ -14,7 +14,7 @@ from timm.utils import reparameterize_model
 from torch import nn
 
 from .checkpoint import LABEL_KEYS, open_model
-from .cli import SOURCE, Parser, run_command
+from .cli import ANY_SOURCE, Parser, run_command
 from .conversion import MAX_ERROR, VerificationError
 from .errors import CheckpointError, one_line
 from .files import PathLike, check_destination, replacing
@@ -43,10 +43,8 @@ def export_onnx(
         This error, on random images.
 
     Raises:
-        CheckpointError: If the model cannot be loaded or exported, or the file cannot be written.
-        HubError: If the model cannot be downloaded.
+        CheckpointError, HubError: If the model cannot be loaded or exported, or the file cannot be written.
         VerificationError: If the error is above the tolerance.
-        ModuleNotFoundError: If the extra `export` is not installed.
     """
     import onnxruntime
     import onnxscript  # noqa: F401  torch needs it
@@ -82,7 +80,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command; return its exit code."""
     parser = Parser(prog='python -m timm_cmhsa.export', description=__doc__)
     add = parser.add_argument
-    add('model', metavar='MODEL', help=f'{SOURCE}, or a name of timm, pretrained')
+    add('model', metavar='MODEL', help=ANY_SOURCE)
     add('dst', metavar='DST.onnx', type=Path, help='new file')
     add('--tolerance', metavar='E', type=float, default=MAX_ERROR,
         help='largest accepted error, relative to the largest logit (default: %(default)s)')

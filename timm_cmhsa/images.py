@@ -66,9 +66,9 @@ def is_hidden(name: str) -> bool:
     return name.startswith('.') or name in SYSTEM_FOLDERS
 
 
-def class_name(folder: Path) -> str:
-    """Return the class that a folder is named after, in composed Unicode, as systems differ in that."""
-    return unicodedata.normalize('NFC', os.fsencode(folder.name).decode(errors='replace'))
+def class_name(folder: str) -> str:
+    """Return the class that a folder of this name is for, in composed Unicode, as systems differ in that."""
+    return unicodedata.normalize('NFC', os.fsencode(folder).decode(errors='replace'))
 
 
 def find_images(root: Path) -> List[Path]:

@@ -173,7 +173,7 @@ def open_folder(root: Path) -> Images:
 def _classes(root: Path) -> Dict[str, Path]:
     """Return the folders of classes by name."""
     folders = [path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)]
-    names = [*map(class_name, folders)]
+    names = [class_name(path.name) for path in folders]
     if len({*names}) < len(names):
         raise ValueError(f'{root} has two folders of the same name, such as {max(names, key=names.count)}: rename one.')
     return dict(sorted(zip(names, folders)))
