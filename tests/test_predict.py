@@ -137,6 +137,16 @@ def test_files_are_replaced_only_with_force(name, model, in_classes, tmp_path, c
     assert (tmp_path / name).stat().st_size > 100
 
 
+def test_old_mistakes_do_not_stay_where_there_are_none(model, in_classes, tmp_path):
+    (tmp_path / 'mistakes.png').write_bytes(b'of another model')
+    found = predict(model, in_classes)
+    for file, wrong in zip(found.files, found.logits.argmax(dim=1) != found.targets):
+        if wrong:
+            file.unlink()
+    assert main([str(model), str(in_classes), '--output', str(tmp_path / 'predictions.csv'), '--force']) == 0
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {'predictions.csv', 'confusion.png'}
+
+
 def test_mistakes_are_those_the_most_confident_first():
     logits = torch.tensor([[0., 1.], [3., 0.], [0., 2.], [9., 0.], [5., 0.]])
     mistakes = find_mistakes(logits, torch.tensor([0, 1, 0, 0, 1]))

@@ -172,6 +172,8 @@ def _write(predictions: Predictions, output: Path, top: int, force: bool) -> Non
         for name, draw in figures.items():
             with replacing(output.with_name(name), force) as new, rc_context({'text.parse_math': False}):
                 draw().savefig(new)  # names are text
+        for name in {*PICTURES} - figures.keys():
+            output.with_name(name).unlink(missing_ok=True)  # of an earlier model
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
