@@ -1,5 +1,7 @@
 """Both phases on a folder of images: results, pictures and models; stopped runs; bad input."""
 import argparse
+import csv
+import itertools
 import json
 import os
 import re
@@ -16,10 +18,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import timm_cmhsa
 from timm_cmhsa.images import data_config, image_reader, load_image, read_folder
+from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, open_images, write_digits
 from timm_cmhsa.train.options import add_options, choose_options
-from timm_cmhsa.train.report import draw_curves, paired_interval, write_report
+from timm_cmhsa.train.report import draw_curves, mistake_rows, paired_interval, write_report
 from timm_cmhsa.train.trainer import Judged
 
 CLASSES = 'cat', 'dog', 'owl'
@@ -109,10 +112,32 @@ def test_the_interval_of_a_lead_is_paired(number, most):
 
 
 def test_pictures_are_pictures(finished):
-    for name in ('curves.png', 'attention.png', 'confusion.png'):
+    for name in ('curves.png', 'attention.png', 'confusion.png', 'mistakes.png'):
         with Image.open(finished[0] / name) as image:
             assert min(image.size) > 300
             assert len(image.convert('RGB').getcolors(1 << 24)) > 50
+
+
+def test_mistakes_are_of_the_model_that_is_saved(finished, photos):
+    output, results = finished
+    with open(output / 'mistakes.csv', newline='', encoding='utf-8') as file:
+        header, *rows = csv.reader(file)
+    assert header == ['path', 'class', 'taken for', 'probability']
+    assert len(rows) == round(12 * (1 - results['top1'] / 100)) > 0
+    probabilities = [float(row[3]) for row in rows]
+    assert probabilities == sorted(probabilities, reverse=True)
+    found = predict(output / 'model', photos / 'validation')
+    taken = {str(file): (name, probability) for file, name, probability in itertools.islice(found.rows(), 1, None)}
+    for path, name, taken_for, probability in rows:
+        assert path.split(os.sep)[-2] == name != taken_for
+        assert taken[path] == (taken_for, probability)
+    assert len(rows) == (found.logits.argmax(dim=1) != found.targets).sum()
+
+
+def test_mistakes_in_a_data_set_without_files_have_numbers():
+    samples = [(Image.new('L', (2, 2)), i) for i in range(3)]
+    rows = mistake_rows([(2, 1, 0, 0.75)], samples, ['cat', 'dog'])
+    assert list(rows)[1:] == [(2, 'dog', 'cat', '0.7500')]
 
 
 def test_a_curve_of_one_epoch_is_a_point():
@@ -718,7 +743,7 @@ def test_names_are_text(tmp_path):
 
 def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
     final = Judged('phase 1', None, {'validation': (torch.zeros(2, 3), torch.zeros(2).long())})
-    write_report(tmp_path, finished[1], [], final, {'x': torch.nn.Identity()}, None)
+    write_report(tmp_path, finished[1], Images({'validation': []}, [], [], []), final, {'x': torch.nn.Identity()}, None)
     assert 'confusion.png cannot be drawn' in capsys.readouterr().out
     assert json.loads((tmp_path / 'results.json').read_text()) == finished[1]
     assert '![curves.png]' in (tmp_path / 'results.md').read_text()

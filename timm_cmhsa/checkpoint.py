@@ -79,10 +79,33 @@ def load_model(
         CheckpointError: If the checkpoint cannot be read, or is not of this model.
         HubError: If it cannot be downloaded.
     """
-    checkpoint = Checkpoint.read(source, use_ema)
+    return _build(Checkpoint.read(source, use_ema), architecture, **model_kwargs)
+
+
+def open_model(source: PathLike) -> nn.Module:
+    """Load a model as `load_model` does, or another one of timm: from a folder or the Hub, or pretrained by its name.
+
+    Errors are those of `load_model`.
+    """
+    name = str(source)
+    if os.path.exists(local_path(source)) or not timm.is_model_pretrained(name):
+        checkpoint = Checkpoint.read(source)
+        architecture = checkpoint.spec.architecture
+        if architecture is None or is_ours(architecture) or os.path.isfile(local_path(source)):
+            return _build(checkpoint)
+        if not name.startswith(HUB_PREFIXES):
+            name = f'local-dir:{local_path(source)}'
+    try:
+        return timm.create_model(name, pretrained=True).eval()
+    except Exception as e:  # timm and its layers raise many kinds
+        error = CheckpointError if name.startswith('local-dir:') else HubError
+        raise error(f'{source} cannot be loaded by timm.create_model: {one_line(e, 300)}') from e
+
+
+def _build(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Cmhsa:
     model = checkpoint.model(architecture, **model_kwargs)
     for note in checkpoint.spec.notes:
-        _logger.warning('%s: %s', source, note)
+        _logger.warning('%s: %s', checkpoint.source, note)
     return model
 
 

@@ -18,6 +18,7 @@ from .hub import check_repo_id, push_to_hub
 from .version import __version__
 
 SOURCE = "checkpoint of timm's train.py, state dict (.pth, .safetensors), local-dir: folder, or hf-hub:USER/NAME"
+ANY_SOURCE = f'{SOURCE}, also of a stock model of timm; or the name of a pretrained one'
 CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn*) checkpoint that computes the same, and verify it
 before it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the
@@ -77,8 +78,11 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     return run_command(parser.prog, plot)
 
 
-def run_command(prog: str, command: Callable[[], Any]) -> int:
-    """Run a command and return its exit code. If it fails or is stopped, print the reason in one line."""
+def run_command(prog: str, command: Callable[[], Any], extra: str = 'train') -> int:
+    """Run a command, which may need an extra of this package, and return its exit code.
+
+    If it fails or is stopped, print the reason in one line.
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')  # names may have letters that a console has not
@@ -90,7 +94,7 @@ def run_command(prog: str, command: Callable[[], Any]) -> int:
         print(*report, f'{prog}: error: {message}', sep='\n', file=sys.stderr)
         return 1
     except ModuleNotFoundError as e:
-        print(f"{prog}: error: {one_line(e)} Try pip install 'timm_cmhsa[train]'.", file=sys.stderr)
+        print(f"{prog}: error: {one_line(e)} Try pip install 'timm_cmhsa[{extra}]'.", file=sys.stderr)
         return 2
     except (ValueError, TypeError, OSError) as e:
         file = getattr(e, 'filename', None)

@@ -1,11 +1,12 @@
 """Files of models: a model is written whole or not at all, and nothing is replaced unasked."""
 import contextlib
+import csv
 import json
 import os
 import secrets
 import shutil
 from pathlib import Path
-from typing import Any, Dict, Iterator, Union
+from typing import Any, Dict, Iterable, Iterator, Sequence, Union
 
 import safetensors
 import timm
@@ -13,6 +14,7 @@ import timm
 from .errors import CheckpointError, one_line
 
 PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
+FILE_SUFFIXES = ('.safetensors', *PICKLE_SUFFIXES, '.csv', '.onnx', '.png')  # a model of another suffix is a folder
 
 PathLike = Union[str, Path]
 
@@ -27,6 +29,12 @@ def read_json(path: Path) -> Dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} is not a model configuration.')
     return content
+
+
+def write_csv(path: Path, rows: Iterable[Sequence[Any]]) -> None:
+    """Write rows in UTF-8. Names of files keep bytes that are none."""
+    with open(path, 'w', newline='', encoding='utf-8', errors='surrogateescape') as file:
+        csv.writer(file).writerows(rows)
 
 
 def local_path(source: PathLike) -> Path:
@@ -44,7 +52,7 @@ def check_destination(dst: PathLike, force: bool) -> Path:
         CheckpointError: If it exists and `force` is not set, or it is not a model of this package.
     """
     dst = Path(os.path.realpath(dst))
-    is_file = dst.suffix == '.safetensors' or dst.suffix in PICKLE_SUFFIXES
+    is_file = dst.suffix in FILE_SUFFIXES
     if not os.path.isdir(dst.parent):
         raise CheckpointError(f'{dst.parent} is not a folder: create it first.')
     if not os.path.lexists(dst) or (dst.is_dir() and not is_file and not any(dst.iterdir())):

@@ -1,6 +1,7 @@
 """Input images of a model: from a folder, prepared as timm does for validation, or noise. And back to pixels."""
 import logging
 import os
+import unicodedata
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple, Union
@@ -63,6 +64,11 @@ def evenly_spaced(total: int, count: int) -> List[int]:
 
 def is_hidden(name: str) -> bool:
     return name.startswith('.') or name in SYSTEM_FOLDERS
+
+
+def class_name(folder: str) -> str:
+    """Return the class that a folder of this name is for, in composed Unicode, as systems differ in that."""
+    return unicodedata.normalize('NFC', os.fsencode(folder).decode(errors='replace'))
 
 
 def find_images(root: Path) -> List[Path]:

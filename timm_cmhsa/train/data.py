@@ -3,7 +3,6 @@ import argparse
 import hashlib
 import os
 import sys
-import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from torchvision.transforms import Compose, InterpolationMode, RandomCrop, Rando
 from tqdm import tqdm
 
 from ..errors import one_line
-from ..images import as_seen, evenly_spaced, find_images, is_hidden, is_image, load_image
+from ..images import as_seen, class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
 
 VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
@@ -172,9 +171,9 @@ def open_folder(root: Path) -> Images:
 
 
 def _classes(root: Path) -> Dict[str, Path]:
-    """Return the folders of classes by name, in composed Unicode, as systems differ in that."""
+    """Return the folders of classes by name."""
     folders = [path for path in root.iterdir() if path.is_dir() and not is_hidden(path.name)]
-    names = [unicodedata.normalize('NFC', os.fsencode(path.name).decode(errors='replace')) for path in folders]
+    names = [class_name(path.name) for path in folders]
     if len({*names}) < len(names):
         raise ValueError(f'{root} has two folders of the same name, such as {max(names, key=names.count)}: rename one.')
     return dict(sorted(zip(names, folders)))

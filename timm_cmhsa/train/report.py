@@ -1,26 +1,24 @@
 """What a training leaves behind: models, tables and pictures."""
 import json
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import timm
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
-from scipy.stats import binomtest
-from sklearn.metrics import ConfusionMatrixDisplay
 from timm.models import save_for_hf
 from torch import nn
 
 from ..errors import CheckpointError, one_line
-from ..files import replacing
+from ..evaluation import MAX_CLASSES, Mistake, error_figures, find_mistakes, interval
+from ..files import replacing, write_csv
 from ..hub import save_for_hub
 from ..images import data_config
 from ..models import Cmhsa
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
+from .data import Images, Samples
 from .trainer import Judged, Point
-
-MAX_CLASSES = 20  # of a confusion matrix, and of a table
 
 LOAD = '''```python
 import timm
@@ -69,17 +67,22 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
 def write_report(
         output: Path,
         results: Dict[str, Any],
-        class_names: List[str],
+        found: Images,
         final: Judged,
         models: Dict[str, nn.Module],
         images: torch.Tensor,
 ) -> None:
-    """Write results.json, results.md and pictures of curves, of final errors and of models' attention."""
+    """Write results.json, results.md and pictures of curves, of final errors and of models' attention.
+
+    All mistakes of the final model on the validation images are in mistakes.csv.
+    """
     (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')
     draw: Dict[str, Callable[[], Figure]] = {
         'curves.png': lambda: draw_curves(results['curves']), 'attention.png': lambda: draw_attention(models, images)}
-    if len(class_names) <= MAX_CLASSES:
-        draw['confusion.png'] = lambda: draw_confusion(*final.predicted['validation'], class_names)
+    samples, names = found.splits['validation'], found.class_names
+    draw.update(error_figures(
+        *final.predicted['validation'], names, lambda i, side: found.load(samples[i][0], side=side)))
+    write_csv(output / 'mistakes.csv', mistake_rows(find_mistakes(*final.predicted['validation']), samples, names))
     pictures = []
     for name, figure in draw.items():
         try:
@@ -90,6 +93,15 @@ def write_report(
         except Exception as e:  # a finished training is worth more than a picture
             print(f'{name} cannot be drawn: {one_line(e)}')
     (output / 'results.md').write_text(markdown(output, results, pictures), encoding='utf-8', errors='replace')
+
+
+def mistake_rows(mistakes: List[Mistake], samples: Samples, class_names: List[str]) -> Iterator[Sequence[Any]]:
+    """Yield the rows of mistakes.csv. An image that is no file is given by its index."""
+    yield 'path', 'class', 'taken for', 'probability'
+    for index, target, taken_for, probability in mistakes:
+        sample = samples[index][0]
+        path = sample if isinstance(sample, (str, Path)) else index
+        yield path, class_names[target], class_names[taken_for], f'{probability:.4f}'
 
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
@@ -124,16 +136,11 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     worst = sorted(results['classes'], key=lambda each: each[2])[:MAX_CLASSES]
     lines += ['', '| class, the worst first | validation images | top-1 |', '|---|---:|---:|']
     lines += [f'| {name} | {count} | {top1:.1f} |' for name, count, top1 in worst]
+    lines += ['', 'All mistakes on the validation images, the most confident first, are in `mistakes.csv`.']
     load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
     lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']
     return '\n'.join(lines)
-
-
-def interval(top1: float, number: int) -> str:
-    """Return the 95 % interval of an accuracy on so many images, in percent: Wilson's."""
-    low, high = binomtest(round(top1 * number / 100), number).proportion_ci(method='wilson')
-    return f'{100 * low:.1f} to {100 * high:.1f}'
 
 
 def paired_interval(right: torch.Tensor, other: torch.Tensor) -> List[float]:
@@ -172,13 +179,3 @@ def draw_attention(models: Dict[str, nn.Module], images: torch.Tensor) -> Figure
     rows = {f'{layer}, {title}': attention_from(maps[title][layer])
             for layer in dict.fromkeys((layers[0], layers[-1])) for title in models}
     return attention_figure(rows, f'Attention, mean of {len(images)} validation images')
-
-
-def draw_confusion(logits: torch.Tensor, targets: torch.Tensor, class_names: List[str]) -> Figure:
-    """Draw how many images of every class were taken for which."""
-    size = 3 + 0.4 * len(class_names)
-    figure = Figure((size, size), dpi=120, layout='constrained')
-    ConfusionMatrixDisplay.from_predictions(
-        targets.numpy(), logits.argmax(dim=1).numpy(), labels=range(len(class_names)), display_labels=class_names,
-        cmap='Blues', colorbar=False, xticks_rotation='vertical', ax=figure.subplots())
-    return figure

@@ -143,7 +143,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     if 'test' in sizes:
         results['test'] = {each.title: each.top1('test') for each in outcome}
     if args.rank == 0:
-        write_report(args.output, results, images.class_names, final, outcome.drawn, trainer.images())
+        write_report(args.output, results, images, final, outcome.drawn, trainer.images())
         say((args.output / 'results.md').read_text(encoding='utf-8'))
     return results
 

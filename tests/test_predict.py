@@ -1,0 +1,274 @@
+"""`python -m timm_cmhsa.predict`: photos in; a table, a CSV file, an evaluation and its pictures out."""
+import csv
+import os
+import re
+
+import numpy as np
+import pytest
+import timm
+import torch
+from helpers import phase1, run_forked, run_python
+from hub_server import Repository
+from PIL import Image
+from timm.models import save_for_hf
+
+import timm_cmhsa
+from timm_cmhsa.checkpoint import Checkpoint
+from timm_cmhsa.evaluation import draw_mistakes, find_mistakes
+from timm_cmhsa.images import image_reader
+from timm_cmhsa.predict import main, predict
+
+NAMES = 'caf\u00e9', '$x^', 'owl'
+PREDICT = '-m', 'timm_cmhsa.predict'
+
+
+def write_images(root, names):
+    """Write an image by each name. Sizes and colours differ, and so do the predictions."""
+    for seed, name in enumerate(names):
+        rng = np.random.RandomState(seed)
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = rng.randint(0, 256, (4, 5, 3)) * (rng.rand(3) > 0.5)
+        Image.fromarray(pixels.astype(np.uint8)).resize((40 + seed, 36)).save(path)
+
+
+@pytest.fixture(scope='module')
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('models') / 'model'
+    torch.manual_seed(0)
+    timm_cmhsa.save_for_hub(phase1(num_classes=3), folder, label_names=NAMES)
+    return folder
+
+
+def expected(model, files):
+    """Return what a model says of files, one by one."""
+    read = image_reader(model)
+    with torch.no_grad():
+        return torch.cat([model(read(file).unsqueeze(0)) for file in files])
+
+
+def read_csv(path):
+    with open(path, newline='', encoding='utf-8', errors='surrogateescape') as file:
+        return list(csv.reader(file))
+
+
+@pytest.mark.parametrize('workers', [0, 2])
+def test_every_photo_gets_what_the_model_says_of_it(model, workers, tmp_path):
+    odd = ['comma, "quote".png', 'line\nbreak.jpg', os.fsdecode(b'caf\xe9.png')]
+    write_images(tmp_path / 'photos', [*(f'{i}.png' for i in range(20)), *odd, 'deep/er/1.PNG'])
+    write_images(tmp_path / 'photos', ['.hidden.png', '@eaDir/1.png', '.thumbs/2.png'])
+    output = tmp_path / 'out.csv'
+    result = run_python(
+        *PREDICT, model, tmp_path / 'photos', '--output', output, '--top', 5, '--batch-size', 7, '--workers', workers,
+        '--device', 'cpu', env={**os.environ, 'PYTHONIOENCODING': 'ascii'})
+    assert result.returncode == 0, result.stderr
+    header, *rows = read_csv(output)
+    assert header == ['path', 'class', 'probability', 'class 2', 'probability 2', 'class 3', 'probability 3']
+    files = [tmp_path / 'photos' / name for name in [*(f'{i}.png' for i in range(20)), *odd, 'deep/er/1.PNG']]
+    assert [row[0] for row in rows] == [str(file) for file in sorted(files)]
+    probabilities = expected(timm_cmhsa.load_model(model), sorted(files)).softmax(dim=1)
+    for row, each in zip(rows, probabilities):
+        values, order = each.sort(descending=True)
+        assert row[1::2] == [NAMES[i] for i in order]
+        assert [float(cell) for cell in row[2::2]] == pytest.approx(values.tolist(), abs=1e-4)
+    assert len({row[1] for row in rows}) > 1
+    lines = result.stdout.splitlines()
+    assert len(lines) == 22
+    assert lines[1].split() == [ascii(cell)[1:-1] for cell in rows[0][:3]]
+    assert lines[-1] == f'... and 4 more: {output}'
+
+
+def test_photos_that_cannot_be_read_are_named_and_left_out(model, tmp_path):
+    write_images(tmp_path, ['a.png', 'c.png'])
+    (tmp_path / 'b.png').write_bytes(b'no image')
+    (tmp_path / 'd\n.png').symlink_to('nowhere')
+    result = run_python(*PREDICT, model, tmp_path, '--batch-size', 1)
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[0] for line in result.stdout.splitlines()] == [
+        'path', str(tmp_path / 'a.png'), str(tmp_path / 'c.png')]
+    broken, missing = result.stderr.strip().splitlines()
+    assert broken.startswith(f'{tmp_path / "b.png"} cannot be read: cannot identify image')
+    assert missing.startswith(f'{tmp_path / "d?.png"} cannot be read: No such file')
+
+
+@pytest.fixture
+def in_classes(model, tmp_path):
+    """Photos in folders of the classes that they are taken for, with some mistakes; names in another Unicode form."""
+    write_images(tmp_path / 'all', [f'{i}.png' for i in range(24)])
+    files = sorted((tmp_path / 'all').iterdir())
+    classes = expected(timm_cmhsa.load_model(model), files).argmax(dim=1).tolist()
+    assert len({*classes}) == 3
+    targets = [(i + 1) % 3 if n < 6 else i for n, i in enumerate(classes)]
+    for file, target in zip(files, targets):
+        folder = tmp_path / 'test' / NAMES[target].replace('\u00e9', 'e\u0301')
+        folder.mkdir(parents=True, exist_ok=True)
+        file.rename(folder / file.name)
+    return tmp_path / 'test'
+
+
+def test_folders_of_classes_are_evaluated(model, in_classes, tmp_path):
+    output = tmp_path / 'predictions.csv'
+    result = run_python(*PREDICT, model, in_classes, '--output', output)
+    assert result.returncode == 0, result.stderr
+    assert 'top-1 75.00 % of 24 images, 95 % interval 55.1 to 88.0' in result.stdout
+    table = result.stdout.split('top-1\n')[-1].splitlines()
+    found = predict(model, in_classes)
+    right = found.logits.argmax(dim=1) == found.targets
+    shares = {NAMES[i]: (int((found.targets == i).sum()), 100 * right[found.targets == i].float().mean().item())
+              for i in range(3)}
+    assert [(line.split()[0], int(line.split()[1]), float(line.split()[2])) for line in table] == [
+        (name, count, pytest.approx(share, abs=0.05))
+        for name, (count, share) in sorted(shares.items(), key=lambda each: (each[1][1], each[0]))]
+    assert len(read_csv(output)) == 25
+    for name in ('confusion.png', 'mistakes.png'):
+        assert min(Image.open(tmp_path / name).size) > 300
+
+
+@pytest.mark.parametrize('name', ['predictions.csv', 'confusion.png', 'mistakes.png'])
+def test_files_are_replaced_only_with_force(name, model, in_classes, tmp_path, capsys):
+    (tmp_path / name).write_bytes(b'of the user')
+    arguments = [str(model), str(in_classes), '--output', str(tmp_path / 'predictions.csv')]
+    before = {*tmp_path.iterdir()}
+    assert main(arguments) == 2
+    assert f'{name} already exists' in capsys.readouterr().err
+    assert (tmp_path / name).read_bytes() == b'of the user'
+    assert {*tmp_path.iterdir()} == before
+    assert main([*arguments, '--force']) == 0
+    assert (tmp_path / name).stat().st_size > 100
+
+
+def test_old_mistakes_do_not_stay_where_there_are_none(model, in_classes, tmp_path):
+    (tmp_path / 'mistakes.png').write_bytes(b'of another model')
+    found = predict(model, in_classes)
+    for file, wrong in zip(found.files, found.logits.argmax(dim=1) != found.targets):
+        if wrong:
+            file.unlink()
+    assert main([str(model), str(in_classes), '--output', str(tmp_path / 'predictions.csv'), '--force']) == 0
+    assert {path.name for path in tmp_path.iterdir() if path.is_file()} == {'predictions.csv', 'confusion.png'}
+
+
+def test_mistakes_are_those_the_most_confident_first():
+    logits = torch.tensor([[0., 1.], [3., 0.], [0., 2.], [9., 0.], [5., 0.]])
+    mistakes = find_mistakes(logits, torch.tensor([0, 1, 0, 0, 1]))
+    assert [mistake[:3] for mistake in mistakes] == [(4, 1, 0), (1, 1, 0), (2, 0, 1), (0, 0, 1)]
+    assert mistakes[0][3] == pytest.approx(torch.tensor(5.).sigmoid().item())
+    asked = []
+
+    def load(image, side):
+        asked.append(image)
+        return Image.new('RGB', (3 * side, side))
+
+    figure = draw_mistakes(mistakes, load, ['$', 'a class with a name that is too long'])
+    assert asked == [4, 1, 2, 0]
+    axis, _, third = figure.axes[:3]
+    assert (axis.get_title(), axis.get_xlabel()) == ('$: 99%', 'is a class with a name…')
+    assert (third.get_title(), third.get_xlabel()) == ('a class with a name…: 88%', 'is $')
+    assert max(axis.get_images()[0].get_array().shape) < 300  # and not the whole image
+
+
+def test_folders_that_are_not_all_classes_are_not_evaluated(model, in_classes, tmp_path):
+    write_images(in_classes, ['other/1.png'])
+    result = run_python(*PREDICT, model, in_classes, '--output', tmp_path / 'predictions.csv')
+    assert result.returncode == 0
+    assert f'Not evaluated: {in_classes}/other/1.png is in no folder of a class' in result.stderr
+    assert 'top-1' not in result.stdout
+    assert not (tmp_path / 'mistakes.png').exists()
+    assert predict(model, [in_classes / 'owl', in_classes / 'other' / '1.png']).targets is None
+
+
+def test_gray_and_stock_models_without_names(tmp_path):
+    write_images(tmp_path / 'photos', ['1/a.png', '0/b.png'])
+    for model in (phase1(in_chans=1, num_classes=2), timm.create_model('test_resnet', num_classes=2).train()):
+        found = predict(model, tmp_path / 'photos', batch_size=2)
+        assert found.class_names == ['0', '1']
+        assert found.targets.tolist() == [0, 1]
+        torch.testing.assert_close(found.logits, expected(model, found.files))
+
+
+def test_forms_of_models(model, hub, tmp_path):
+    """File, folder, Hub; also of stock models, which the trainer writes, and pretrained ones by name."""
+    write_images(tmp_path, ['1.png'])
+    torch.manual_seed(1)
+    stock = timm.create_model('test_resnet', num_classes=3).eval()
+    save_for_hf(stock, str(tmp_path / 'stock'), {'label_names': NAMES, 'pretrained_cfg': {
+        **stock.pretrained_cfg, 'crop_pct': 0.5, 'num_classes': 3}}, safe_serialization=True)
+    stock = timm.create_model(f'local-dir:{tmp_path}/stock', pretrained=True).eval()
+    ours = timm_cmhsa.load_model(model)
+    Checkpoint.of(ours).write(tmp_path / 'model.safetensors')
+    timm_cmhsa.push_to_hub(ours, 'alice/ours')
+    repositories = {'alice/stock': stock, 'timm/test_resnet.r160_in1k': timm.create_model('test_resnet').eval()}
+    for name, each in repositories.items():
+        save_for_hf(each, str(tmp_path / name), {'pretrained_cfg': {**each.pretrained_cfg, 'tag': None}},
+                    safe_serialization=True)
+        hub.repositories[name] = Repository(private=False)
+        hub.repositories[name].commit(
+            'main', {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}, 'Add model')
+    forms = {
+        ours: (model, f'local-dir:{model}', tmp_path / 'model.safetensors', 'hf-hub:alice/ours'),
+        stock: (tmp_path / 'stock', f'local-dir:{tmp_path}/stock', 'hf-hub:alice/stock'),
+        repositories['timm/test_resnet.r160_in1k']: ('test_resnet', 'hf-hub:timm/test_resnet.r160_in1k')}
+    for loaded, sources in forms.items():
+        for source in sources:
+            logits = predict(source, tmp_path / '1.png').logits
+            torch.testing.assert_close(logits, expected(loaded, [tmp_path / '1.png']), msg=str(source))
+    assert predict(tmp_path / 'stock', tmp_path / '1.png').class_names == [*NAMES]
+
+
+def test_memory_does_not_grow_with_the_photos(tmp_path):
+    """530 MB of prepared images in 300 MB."""
+    write_images(tmp_path, ['0.png'])
+    for i in range(1, 300):
+        os.link(tmp_path / '0.png', tmp_path / f'{i}.png')
+    model = timm.create_model('test_resnet', num_classes=3, pretrained_cfg_overlay=dict(input_size=(3, 384, 384)))
+
+    def check():
+        assert len(predict(model, tmp_path, batch_size=4, workers=0, device='cpu').logits) == 300
+
+    assert run_forked(check, memory=300 * 2 ** 20) == 0
+
+
+@pytest.mark.parametrize(('arguments', 'code', 'message'), [
+    ('MODEL nowhere', 2, 'No image can be read. nowhere: No such file or directory.'),
+    ('MODEL empty', 2, 'empty has no images (.jpg, '),
+    ('MODEL broken.png', 2, 'No image can be read. broken.png: cannot identify'),
+    ('nowhere ok.png', 2, 'nowhere does not exist: give a checkpoint file'),
+    ('empty ok.png', 2, 'config.json cannot be read'),
+    ('bad ok.png', 2, 'bad cannot be loaded by timm.create_model: '),
+    ('headless ok.png', 2, 'has no classes'),
+    ('coatnet_0_224 ok.png', 2, 'coatnet_0_224 does not exist'),
+    ('test_vit ok.png', 3, 'test_vit cannot be loaded by timm.create_model: '),
+    ('MODEL ok.png --batch-size 0', 2, '--batch-size 0 must be at least 1'),
+    ('MODEL ok.png --workers -1', 2, '--workers -1 must be at least 0'),
+    ('MODEL ok.png --top 0', 2, '--top 0 must be at least 1'),
+    ('MODEL ok.png --device abacus', 2, 'abacus'),
+    ('MODEL ok.png --output ok.png', 2, '--output ok.png must end in .csv'),
+    ('MODEL ok.png --output nowhere/1.csv', 2, 'nowhere is not a folder'),
+    ('MODEL', 2, 'the following arguments are required: PHOTOS')])
+def test_bad_input_is_one_line(arguments, code, message, model, hub, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_images(tmp_path, ['ok.png'])
+    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'broken.png').write_bytes(b'')
+    timm_cmhsa.save_for_hub(phase1(num_classes=0), 'headless')
+    stock = timm.create_model('test_resnet', num_classes=3)
+    save_for_hf(stock, 'bad', {'architecture': 'test_vit'}, safe_serialization=True)
+    before = sorted(tmp_path.rglob('*'))
+    try:
+        assert main([str(model) if word == 'MODEL' else word for word in arguments.split()]) == code
+    except SystemExit as e:
+        assert e.code == code  # noqa: PT017
+    out, error = capsys.readouterr()
+    assert out == ''
+    assert re.fullmatch(f'python -m timm_cmhsa.predict: error: .*{re.escape(message)}.*\n', error)
+    assert sorted(tmp_path.rglob('*')) == before
+
+
+def test_nothing_that_only_an_evaluation_needs_is_imported(model, tmp_path):
+    write_images(tmp_path, ['1.png'])
+    result = run_python('-c', f'''
+import sys
+from timm_cmhsa.predict import main
+assert main([{str(model)!r}, {str(tmp_path / "1.png")!r}, '--output', {str(tmp_path / "1.csv")!r}]) == 0
+assert not {{'sklearn', 'scipy', 'matplotlib'}} & sys.modules.keys()
+''')
+    assert result.returncode == 0, result.stderr

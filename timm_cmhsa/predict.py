@@ -1,0 +1,210 @@
+"""Classify photos, and evaluate the model if they are in folders of its classes."""
+import itertools
+import logging
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+
+import torch
+from timm.utils import accuracy
+from torch import nn
+from torch.utils.data import DataLoader
+from torchvision.datasets.folder import IMG_EXTENSIONS
+from tqdm import tqdm
+
+from .checkpoint import open_model
+from .cli import ANY_SOURCE, Parser, run_command
+from .errors import CheckpointError, one_line
+from .files import PathLike, check_destination, replacing, write_csv
+from .images import class_name, find_images, image_reader, load_image
+
+_logger = logging.getLogger(__name__)
+
+NUM_SHOWN = 20  # rows of a table on the screen
+PICTURES = 'confusion.png', 'mistakes.png'
+
+
+class Predictions(NamedTuple):
+    """What a model takes photos for."""
+    files: List[Path]  # without those that cannot be read
+    logits: torch.Tensor  # (N, num_classes), float32
+    class_names: List[str]
+    targets: Optional[torch.Tensor]  # (N,), if folders tell the classes
+
+    def rows(self, top: int = 1) -> Iterator[Sequence[Any]]:
+        """Yield a header, then for each file its class, its probability, and those of the next ones up to `top`."""
+        probabilities, classes = self.logits.softmax(dim=1).topk(min(top, len(self.class_names)))
+        places = ['', *(f' {place}' for place in range(2, classes.shape[1] + 1))]
+        yield ['path', *(f'{name}{place}' for place in places for name in ('class', 'probability'))]
+        for file, *columns in zip(self.files, classes.tolist(), probabilities.tolist()):
+            yield [file, *itertools.chain(*((self.class_names[i], f'{share:.4f}') for i, share in zip(*columns)))]
+
+
+@torch.inference_mode()
+def predict(
+        model: Union[nn.Module, PathLike],
+        photos: Union[PathLike, Sequence[PathLike]],
+        batch_size: int = 64,
+        workers: Optional[int] = None,
+        device: Optional[str] = None,
+) -> Predictions:
+    """Classify photos. Those that cannot be read are left out with a warning.
+
+    Args:
+        model: A model of timm, or what `open_model` takes. It is moved to the device, and switched to eval mode.
+        photos: A folder, searched through its subfolders, or files.
+        batch_size: Images of a batch.
+        workers: Processes that read images; by default one for each core and batch, at most 8, and none for one batch.
+        device: By default a GPU if there is one.
+
+    Raises:
+        CheckpointError: If the model cannot be loaded, or no image can be read.
+        HubError: If the model cannot be downloaded.
+        ValueError: If an argument is bad, or memory is too small.
+    """
+    paths = [Path(path) for path in ([photos] if isinstance(photos, (str, Path)) else photos)]
+    files: Any = [file for path in paths for file in (find_images(path) if path.is_dir() else [path])]
+    for name, value, least in (('--batch-size', batch_size, 1), ('--workers', workers or 0, 0)):
+        if value < least:
+            raise ValueError(f'{name} {value} must be at least {least}.')
+    if not files:
+        raise CheckpointError(f'{" ".join(map(printable, paths))} has no images ({", ".join(IMG_EXTENSIONS)}).')
+    model = model if isinstance(model, nn.Module) else open_model(model)
+    names, logits, reasons = class_names(model), [], []
+    workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // batch_size) if workers is None else workers
+    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(_read, image_reader(model)))
+    try:
+        like = next(model.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), tqdm(
+                desc='classifying', total=len(files), unit='image', leave=False, disable=None) as progress:
+            for images, failed in batches:
+                if images is not None:
+                    logits.append(model(images.to(like)).float().cpu())
+                reasons += failed
+                progress.update(len(failed))
+    except (AssertionError, RuntimeError) as e:  # no such device, or too little memory
+        raise ValueError(f'{one_line(e)} Use another --device, or a smaller --batch-size.') from e
+    if all(reasons):
+        raise CheckpointError(f'No image can be read. {printable(files[0])}: {reasons[0]}')
+    for file, reason in zip(files, reasons):
+        if reason:
+            _logger.warning('%s cannot be read: %s It is left out.', printable(file), reason)
+    files = [file for file, reason in zip(files, reasons) if not reason]
+    return Predictions(files, torch.cat(logits), names, _targets(files, paths[0], names))
+
+
+def _read(read: Callable[[Path], torch.Tensor], files: Sequence[Path]) -> Tuple[Optional[torch.Tensor], List[str]]:
+    """Return the images of a batch that can be read, and for every file why it cannot, or ''."""
+    images, reasons = [], []
+    for file in files:
+        try:
+            images.append(read(file))
+            reasons.append('')
+        except Exception as e:  # decoders raise anything
+            reasons.append(one_line(e))
+    return torch.stack(images) if images else None, reasons
+
+
+def class_names(model: Any) -> List[str]:
+    """Return the names of a model's classes, or else their numbers."""
+    if not model.num_classes:
+        raise CheckpointError('The model has no classes: it was made with num_classes=0.')
+    names = model.pretrained_cfg.get('label_names') or ()
+    fit = len(names) == model.num_classes  # those of an earlier head do not
+    return [str(name) for name in (names if fit else range(model.num_classes))]
+
+
+def _targets(files: Sequence[Path], root: Path, names: Sequence[str]) -> Optional[torch.Tensor]:
+    """Return the class of every file, if all are in folders of the root that are named like classes."""
+    indices = {name: i for i, name in enumerate(names)}
+    folders = [file.relative_to(root).parts[0] if root in file.parent.parents else '' for file in files]
+    targets = [indices.get(class_name(folder)) for folder in folders]
+    if None not in targets:
+        return torch.tensor(targets)
+    if any(target is not None for target in targets):
+        other = printable(files[targets.index(None)])
+        _logger.warning('Not evaluated: %s is in no folder of a class, as other images are.', other)
+    return None
+
+
+def printable(text: Any) -> str:
+    """Return text in one line, as names of files may hold anything."""
+    return ''.join(char if char.isprintable() else '?' for char in str(text))
+
+
+def _print_table(rows: Iterable[Sequence[Any]]) -> None:
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    for row in cells:
+        print('  '.join(map(str.ljust, row, widths)).rstrip())
+
+
+def _show(predictions: Predictions, output: Optional[Path]) -> None:
+    """Print the first predictions, and how many are right if folders tell the classes."""
+    _print_table(itertools.islice(predictions.rows(), NUM_SHOWN + 1))
+    (_, logits, names, targets), number = predictions, len(predictions.files)
+    if number > NUM_SHOWN:
+        print(f'... and {number - NUM_SHOWN} more: {output or "--output FILE.csv"}')
+    if targets is not None:
+        from .evaluation import interval
+
+        top1, right = accuracy(logits, targets)[0].item(), 100 * (logits.argmax(dim=1) == targets).float()
+        print(f'\ntop-1 {top1:.2f} % of {number} images, 95 % interval {interval(top1, number)}\n')
+        classes = sorted((right[targets == i].mean().item(), names[i], int((targets == i).sum()))
+                         for i in targets.unique().tolist())
+        rows = [(name, count, f'{share:.1f}') for share, name, count in classes[:NUM_SHOWN]]
+        _print_table([('class, the worst first', 'images', 'top-1'), *rows])
+
+
+def _write(predictions: Predictions, output: Path, top: int, force: bool) -> None:
+    """Write all predictions, and beside them pictures of the mistakes if folders tell the classes."""
+    files, logits, names, targets = predictions
+    with replacing(output, force) as new:
+        write_csv(new, predictions.rows(top))
+    if targets is not None:
+        from matplotlib import rc_context
+
+        from .evaluation import error_figures
+
+        figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
+        for name, draw in figures.items():
+            with replacing(output.with_name(name), force) as new, rc_context({'text.parse_math': False}):
+                draw().savefig(new)  # names are text
+        for name in {*PICTURES} - figures.keys():
+            output.with_name(name).unlink(missing_ok=True)  # of an earlier model
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command; return its exit code."""
+    parser = Parser(prog='python -m timm_cmhsa.predict', description=__doc__)
+    add = parser.add_argument
+    add('model', metavar='MODEL', help=ANY_SOURCE)
+    add('photos', metavar='PHOTOS', nargs='+', help='a folder, searched through its subfolders, or files')
+    add('--output', metavar='FILE.csv', type=Path,
+        help='write all predictions, and beside them, if evaluated, confusion.png and mistakes.png')
+    add('--force', action='store_true', help='replace these files')
+    add('--top', metavar='N', type=int, default=1, help='classes of a photo in FILE.csv (default: %(default)s)')
+    add('--batch-size', metavar='N', type=int, default=64, help='images of a batch (default: %(default)s)')
+    add('--workers', metavar='N', type=int, help='processes that read images')
+    add('--device', metavar='D', help='such as cpu (default: a GPU if there is one)')
+    args = parser.parse_args(argv)
+    if args.top < 1:
+        parser.error(f'--top {args.top} must be at least 1')
+    if args.output is not None and args.output.suffix != '.csv':
+        parser.error(f'--output {args.output} must end in .csv')
+
+    def run() -> None:
+        for name in (args.output.name, *PICTURES) if args.output else ():
+            check_destination(args.output.with_name(name), args.force)
+        predictions = predict(args.model, args.photos, args.batch_size, args.workers, args.device)
+        _show(predictions, args.output)
+        if args.output:
+            _write(predictions, args.output, args.top, args.force)
+
+    return run_command(parser.prog, run)
+
+
+if __name__ == '__main__':
+    sys.exit(main())
