@@ -23,6 +23,7 @@ from timm.layers import to_2tuple
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
+from .attended import check_attended, checked_attend, create_attended
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
 from .files import PICKLE_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
@@ -116,6 +117,7 @@ class Spec:
     model_args: Dict[str, Any] = field(default_factory=dict)  # of `timm.create_model`
     pretrained_cfg: Dict[str, Any] = field(default_factory=dict)  # preprocessing and label names
     notes: List[str] = field(default_factory=list)  # what was chosen or assumed, for a report
+    attend: List[Dict[str, Any]] = field(default_factory=list)  # calls of `attend_convs`, if it is another CNN of timm
 
 
 @dataclass
@@ -147,12 +149,21 @@ class Checkpoint:
         return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
 
     @classmethod
-    def of(cls, model: Cmhsa) -> 'Checkpoint':
-        """Return the checkpoint of a model.
+    def of(cls, model: Any) -> 'Checkpoint':
+        """Return the checkpoint of a model of this package, or of a CNN of timm after `attend_convs`.
 
         Raises:
-            CheckpointError: If an argument of the model is a class or a function, or its final norm was pruned.
+            CheckpointError: If an argument of the model is a class or a function, or its final norm was pruned; or if a
+                CNN cannot be built by its name and its `base_args`, which are empty by default.
         """
+        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+        if getattr(model, 'attended', []):
+            cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
+            in_chans, *img_size = cfg['input_size']
+            args = dict(getattr(model, 'base_args', {}), num_classes=model.num_classes)
+            cfg['num_classes'], architecture = model.num_classes, cfg.pop('architecture')
+            check_attended(model, architecture, dict(args, in_chans=in_chans, img_size=tuple(img_size)))
+            return cls(Spec(architecture, args, cfg, attend=model.attended), tensors)
         if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
             raise CheckpointError(
                 'The final norm was pruned, and no arguments give such a model: use prune_norm=False.')
@@ -163,11 +174,16 @@ class Checkpoint:
                     f'{key}={value} does not go into config.json: create the model with its timm name.')
         cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
         cfg.update(num_classes=args.pop('num_classes'), input_size=(model.in_chans, *model.patch_embed.img_size))
-        tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
 
-    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Cmhsa:
+    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
         """Build the model around the tensors, in eval mode. Arguments and errors are those of `load_model`."""
+        if self.spec.attend:
+            attended: Any = create_attended(
+                str(self.spec.architecture), {**self.spec.model_args, **model_kwargs}, self.spec.attend, self.tensors,
+                self.source)
+            attended.pretrained_cfg = attended.default_cfg = {**attended.pretrained_cfg, **self.spec.pretrained_cfg}
+            return attended
         name, args, assumed = self._model_args(architecture, model_kwargs)
         try:
             if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
@@ -243,6 +259,8 @@ class Checkpoint:
             if new.suffix == '.safetensors':
                 model_args = json.dumps(self.spec.model_args)
                 metadata = {'format': 'pt', 'architecture': self.spec.architecture or '', 'model_args': model_args}
+                if self.spec.attend:
+                    raise CheckpointError(f'{dst}: a CNN with attention needs a folder, which says what it is.')
                 safetensors.torch.save_file(self.tensors, new, metadata)
             elif new.suffix in PICKLE_SUFFIXES:
                 torch.save(self.tensors, new)
@@ -259,7 +277,8 @@ class Checkpoint:
         labels = {key: cfg.pop(key) for key in LABEL_KEYS if cfg.get(key)}
         return {
             'architecture': self.spec.architecture, 'num_classes': cfg['num_classes'], **labels,
-            'model_args': self.spec.model_args, 'pretrained_cfg': cfg}
+            'model_args': self.spec.model_args, 'pretrained_cfg': cfg,
+            **({'attend': self.spec.attend} if self.spec.attend else {})}
 
 
 def _weights_of(folder: Path) -> Path:
@@ -342,7 +361,10 @@ def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     for key, value in cfg.items():
         if not isinstance(value, kinds.get(key, (tuple, list))):
             raise CheckpointError(f'{source}: {key}={reprlib.repr(value)} is not what timm expects.')
-    return Spec(architecture, checked_args(model_args, source), cfg)
+    attend = checked_attend(config.get('attend', []), source)
+    if attend and (architecture is None or not timm.is_model(architecture) or is_ours(architecture)):
+        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
+    return Spec(architecture, checked_args(model_args, source), cfg, attend=attend)
 
 
 def _config_of_training(content: Mapping[str, Any]) -> Dict[str, Any]:
@@ -356,7 +378,8 @@ def _config_of_training(content: Mapping[str, Any]) -> Dict[str, Any]:
             model_args.setdefault(key, args[name])
     return {
         'architecture': content.get('arch', args.get('model')), 'model_args': model_args,
-        'pretrained_cfg': {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key) is not None}}
+        'pretrained_cfg': {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key) is not None},
+        'attend': args.get('attend') or []}
 
 
 def _is_state_dict(content: Any) -> bool:

@@ -167,6 +167,9 @@ def attend_convs(
                         for name, other in convs.items() if other is conv)
     if not attended:
         raise ValueError(f'None of {len(kept)} convolutions can be replaced by attention. {next(iter(kept.values()))}')
+    names = [name for name, conv in convs.items() if conv in attended]
+    call = dict(names=names, patch_size=patch_size, peak=peak)
+    model.__dict__['attended'] = [*getattr(model, 'attended', []), call]  # what a checkpoint says of it
     if cfg:  # timm reads from it how images have to be prepared
         cfg = {**cfg, 'input_size': input_size, 'test_input_size': None, 'fixed_input_size': True}
         model.__dict__.update(pretrained_cfg=cfg, default_cfg=cfg)

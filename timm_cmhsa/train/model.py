@@ -1,5 +1,6 @@
 """The models of a run: made by their names, or started from weights, for the images and classes at hand."""
 from argparse import Namespace
+from functools import partial
 from typing import Any, Dict, Optional
 
 import timm
@@ -7,6 +8,7 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
 
+from ..attended import create_sized
 from ..checkpoint import Checkpoint
 from ..errors import one_line
 from ..files import PathLike
@@ -50,16 +52,13 @@ def create_model(
     overlay: Dict[str, Any] = {}
     if not has_weights and checkpoint is None:
         overlay = dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    sizes = [{}] if img_size is None else [{'img_size': img_size}, {}]  # convolutional networks take any size
-    for size in sizes:
-        try:
-            model = timm.create_model(name, has_weights, pretrained_cfg_overlay=overlay, **size, **kwargs)
-            break
-        except TypeError:
-            if size is sizes[-1]:
-                raise
-        except Exception as e:  # timm and the Hub have many kinds
-            raise ValueError(f'{name} cannot be created{" with weights" * has_weights}: {one_line(e)}') from e
+    create = timm.create_model if img_size is None else partial(create_sized, img_size=img_size)
+    try:
+        model = create(name, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
+    except TypeError:  # an unknown argument
+        raise
+    except Exception as e:  # timm and the Hub have many kinds
+        raise ValueError(f'{name} cannot be created{" with weights" * has_weights}: {one_line(e)}') from e
     cfg: Dict[str, Any] = dict(model.pretrained_cfg, crop_mode=crop_mode)
     if img_size is not None:
         in_chans = kwargs.get('in_chans', cfg['input_size'][0])

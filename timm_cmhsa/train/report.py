@@ -38,7 +38,7 @@ def save_models(
     """Write a folder for each model of this package, with a card; of another one, only the `model`, as timm does."""
     training = f'{sizes["train"]} images, validated on {sizes["validation"]} others'
     for name, judged in models.items():
-        if isinstance(judged.model, Cmhsa):
+        if isinstance(judged.model, Cmhsa) or hasattr(judged.model, 'attended'):
             save_for_hub(
                 judged.model, output / name, force=True, label_names=class_names,
                 results={'Top-1': round(judged.top1(), 2)}, details={'Training': training})

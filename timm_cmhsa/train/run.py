@@ -98,7 +98,11 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     def to_phase2(model: nn.Module) -> nn.Module:
         random_seed(args.seed)
         if args.attend:
-            return attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], peak=PEAK)
+            options = {'peak': PEAK, **args.phase2_kwargs}
+            attended: Any = attend_convs(
+                copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
+            attended.base_args = args.model_kwargs
+            return attended
         if rewrite is None:
             peak = None if args.architecture else PEAK
             return convert_model(model, args.architecture, **{'peak': peak, **args.phase2_kwargs})

@@ -67,9 +67,10 @@ class Trained:
         """Save a checkpoint. A kill or a full disk at any moment leaves the old one or the new one."""
         path.parent.mkdir(parents=True, exist_ok=True)
         state: Dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
-        if isinstance(self.model, Cmhsa):  # what load_model reads
+        if isinstance(self.model, Cmhsa) or hasattr(self.model, 'attended'):  # what load_model reads
             spec = Checkpoint.of(self.model).spec
             state['args'] = {'model': spec.architecture, 'model_kwargs': spec.model_args,
+                             'attend': spec.attend, 'input_size': spec.pretrained_cfg['input_size'],
                              **{key: spec.pretrained_cfg[key] for key in DATA_KEYS if key in spec.pretrained_cfg}}
         try:
             torch.save({'history': self.history, **state}, path.with_suffix('.part'))

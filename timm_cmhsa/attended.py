@@ -1,0 +1,98 @@
+"""CNNs of timm with attention in place of convolutions: what a config.json says about one, and the model made of it."""
+import reprlib
+from typing import Any, Dict, List, Mapping, Sequence
+
+import timm
+import torch
+from timm.layers import to_2tuple
+from torch import nn
+
+from .attention import RelPosAttention
+from .cnn import AttendedConv2d, attend_convs
+from .errors import CheckpointError, one_line
+
+MAX_NAMES, MAX_PATCH = 1000, 64  # of convolutions, and pixels
+
+
+def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
+    """Create a model of timm for images of this size, which most convolutional networks do not ask for."""
+    try:
+        return timm.create_model(name, img_size=img_size, **kwargs)
+    except TypeError:
+        return timm.create_model(name, **kwargs)
+
+
+def checked_attend(attend: Any, source: str) -> List[Dict[str, Any]]:
+    """Return the arguments of `attend_convs`, call by call.
+
+    Raises:
+        CheckpointError: If they are no such arguments.
+    """
+    def is_good(call: Any) -> bool:
+        if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
+            return False
+        names, patch_size, peak = call['names'], call['patch_size'], call['peak']
+        return (isinstance(names, list) and 0 < len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
+                and type(patch_size) is int and 0 < patch_size <= MAX_PATCH
+                and (peak is None or (type(peak) is float and 0 < peak < 1)))
+
+    if not isinstance(attend, list) or not all(map(is_good, attend)):
+        raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
+    return attend
+
+
+def check_attended(model: Any, architecture: str, args: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless name and arguments give the model that was attended, and it can be trained on."""
+    layers = [module.attn for module in model.modules() if isinstance(module, AttendedConv2d)]
+    if not all(isinstance(layer, RelPosAttention) for layer in layers):
+        raise CheckpointError('A model that was reparameterized for inference cannot be built anew: save its source.')
+    _check_others(architecture, args, model.attended, model.state_dict(), 'The model')
+
+
+def create_attended(
+        architecture: str,
+        args: Mapping[str, Any],
+        attend: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, torch.Tensor],
+        source: str,
+) -> nn.Module:
+    """Create a CNN of timm, attend its convolutions, and load tensors, in eval mode.
+
+    Args:
+        architecture: timm's name of the CNN.
+        args: Its arguments for `timm.create_model`, with `img_size` and `in_chans` of its input.
+        attend: Arguments of `attend_convs`, call by call.
+        tensors: State dict.
+        source: Where they are from, for errors.
+
+    Raises:
+        CheckpointError: If they do not fit each other.
+    """
+    _check_others(architecture, args, attend, tensors, source)
+    model = create_sized(architecture, **args)
+    try:
+        for call in attend:
+            attend_convs(model, input_size=(args['in_chans'], *to_2tuple(args['img_size'])), **call)
+        model.load_state_dict(tensors)
+    except (RuntimeError, ValueError) as e:
+        raise CheckpointError(f'{source} does not fit {architecture} with attention: {one_line(e, 300)}') from e
+    model.base_args = dict(args)
+    return model.eval()
+
+
+def _check_others(
+        architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, torch.Tensor], source: str) -> None:
+    """Raise CheckpointError unless tensors fit a CNN but for its attention. This takes no memory."""
+    about = f'{architecture} with {reprlib.repr(dict(args))}'
+    try:
+        with torch.device('meta'):
+            bare = create_sized(architecture, **args).state_dict()
+    except Exception as e:  # timm's layers raise many kinds
+        raise CheckpointError(f'{source}: {about} is no model: {one_line(e)}') from e
+    attended = tuple(f'{name}.' for call in attend for name in call['names'])
+    for name, tensor in bare.items():
+        if not name.startswith(attended) and (name not in tensors or tensors[name].shape != tensor.shape):
+            raise CheckpointError(
+                f'{source} is not {about} but for its attention, as {name} differs: set model.base_args to the '
+                'arguments that it was created with.')
