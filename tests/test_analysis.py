@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import timm
@@ -10,6 +11,7 @@ from torch import nn
 
 from timm_cmhsa import attend_convs, attention_maps, conv2d_to_attention, head_statistics
 from timm_cmhsa.analysis import AttentionMaps
+from timm_cmhsa.plots import PlotError, explorer_html, mean_attention, plot_attention
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [
@@ -98,10 +100,18 @@ def test_maps_of_a_cnn_and_of_a_layer():
     assert attention_maps(layer, torch.randn(3, 4, 512))[''].weights.shape == (3, 9, 4, 4)
 
 
-@pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_resnet'])
-def test_models_without_our_attention_are_refused(name):
-    with pytest.raises(ValueError, match='has no attention layer of timm_cmhsa'):
-        attention_maps(timm.create_model(name), torch.randn(1, 3, 32, 32))
+@pytest.mark.parametrize(('name', 'found'), [
+    ('test_cmhsa_conv_k3', 'CmhsaConv has no attention that can be drawn (found: none)'),
+    ('swin_tiny_patch4_window7_224', 'SwinTransformer has no attention that can be drawn (found: WindowAttention)'),
+])
+def test_attention_that_cannot_be_drawn_is_refused_by_name(name, found):
+    model = timm.create_model(name, pretrained=False)
+    for function in (attention_maps, mean_attention, explorer_html, partial(plot_attention, output='none')):
+        with pytest.raises(PlotError) as error:
+            function(model, images=torch.randn(1, 3, *model.pretrained_cfg['input_size'][1:]))
+        assert str(error.value).startswith(found)
+        assert str(error.value).endswith('use a phase-2 model (convert_model, not yet reparameterized), a CNN after '
+                                         'attend_convs, or a VisionTransformer, VisionTransformerRelPos, Beit of timm.')
 
 
 @given(

@@ -15,7 +15,7 @@ from timm_cmhsa import CheckpointError, load_model
 from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.cli import plot_main as main
 from timm_cmhsa.images import choose_images, data_config, read_folder
-from timm_cmhsa.plots import PlotError, in_order_of_training, plot_attention
+from timm_cmhsa.plots import in_order_of_training, plot_attention
 
 KWARGS = dict(depth=2, num_heads=3)
 
@@ -87,7 +87,7 @@ def test_one_layer_seen_on_noise(folder, tmp_path):
 
 @pytest.mark.parametrize(('arguments', 'message'), [
     (['nowhere.pth'], 'nowhere.pth does not exist'),
-    (['phase1'], 'has no attention layer of timm_cmhsa'),
+    (['phase1'], 'has no attention that can be drawn'),
     (['local', '--layer', 'blocks.9.attn'], 'choose one of blocks.0.attn, blocks.1.attn'),
     (['local', '--query', '2', '0'], 'The query 2 0 is outside the image'),
     (['local', '--images', 'no_images'], 'no_images has no images (.jpg, .jpeg'),
@@ -117,10 +117,10 @@ def test_bad_options_are_exit_2(arguments, folder, tmp_path, capsys):
 
 def test_output_that_cannot_be_written_leaves_nothing_partial(folder, tmp_path):
     (tmp_path / 'file').touch()
-    with pytest.raises(PlotError, match='file cannot be written'):
+    with pytest.raises(FileExistsError):
         plot_attention(folder / 'local', tmp_path / 'file')
     (tmp_path / 'attention.png').mkdir()
-    with pytest.raises(PlotError, match='cannot be written'):
+    with pytest.raises(IsADirectoryError):
         plot_attention(folder / 'local', tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'attention.png', 'file'}
 
@@ -194,8 +194,8 @@ def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path, caps
 
 @pytest.mark.parametrize(('given', 'expected'), [
     (['a/checkpoint-10.pth.tar', 'a/checkpoint-9.pth.tar'], ['a/checkpoint-9.pth.tar', 'a/checkpoint-10.pth.tar']),
-    (['checkpoint-10.pth.tar', 'last.pth.tar', 'checkpoint-9.pth.tar'],
-     ['checkpoint-9.pth.tar', 'last.pth.tar', 'checkpoint-10.pth.tar']),
+    (['checkpoint-10.pth.tar', 'checkpoint-9.pth.tar', 'last.pth.tar'],
+     ['checkpoint-9.pth.tar', 'checkpoint-10.pth.tar', 'last.pth.tar']),
     (['b/checkpoint-10.pth.tar', 'b/checkpoint-9.pth.tar', 'a/checkpoint-1.pth.tar'],
      ['b/checkpoint-9.pth.tar', 'b/checkpoint-10.pth.tar', 'a/checkpoint-1.pth.tar']),
     (['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar'], ['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar']),

@@ -11,14 +11,13 @@ from PIL import Image
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import RelPosAttention, attention_maps, conv2d_to_attention, head_statistics
+from timm_cmhsa import RelPosAttention, analysis, attention_maps, conv2d_to_attention, head_statistics
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.pixel.models import PositionalAttention
 from timm_cmhsa.plots import (
     PlotError,
     attention_figure,
     attention_from,
-    data as plot_data,
     explorer,
     explorer_html,
     mean_attention,
@@ -119,7 +118,7 @@ def test_pixels_are_those_of_the_image_file():
 
 def test_mean_attention_does_not_depend_on_the_batch_size(two_grids, monkeypatch):
     model, images = two_grids
-    monkeypatch.setattr(plot_data, 'BATCH_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # batches of 2, 2 and 1
+    monkeypatch.setattr(analysis, 'BATCH_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # batches of 2, 2 and 1
     means, statistics = mean_attention(model, images)
     for name, maps in attention_maps(model, images).items():
         torch.testing.assert_close(means[name].weights, maps.weights.mean(dim=0, keepdim=True))
@@ -197,7 +196,7 @@ def test_layers_without_heads_are_left_out(tmp_path):
     maps, _ = mean_attention(model, torch.randn(1, 3, 32, 32))
     assert list(maps) == ['blocks.1.attn', 'blocks.2.attn']
     plot_attention(model, tmp_path, html=True)
-    with pytest.raises(PlotError, match='have no heads'):
+    with pytest.raises(PlotError, match='found: PositionalAttention'):
         plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
 
 
