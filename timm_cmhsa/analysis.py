@@ -139,11 +139,10 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     counts = index.bincount()
     weights = maps.weights.mean(dim=0).flatten(1)
     totals = weights.new_zeros(len(weights), len(counts)).index_add(1, index, weights)
-    means = totals / counts
     rows, cols = torch.meshgrid(torch.arange(1 - height, height), torch.arange(1 - width, width), indexing='ij')
     offsets = torch.stack([rows, cols], dim=-1).flatten(0, 1).to(totals)
     centers = totals @ offsets / totals.sum(dim=1, keepdim=True).clamp(min=1e-12)
-    best = totals.argmax(dim=1)
+    best_totals, best = totals.max(dim=1)
     all_weights = maps.weights
     if maps.zero_key is not None:
         all_weights = torch.cat([all_weights, maps.zero_key.unsqueeze(-1)], dim=-1)
@@ -151,8 +150,7 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     return [
         HeadStatistics((int(row), int(col)), weight, (center[0], center[1]), math.hypot(*center), entropy)
         for (row, col), weight, center, entropy in zip(
-            offsets[best].tolist(), means.gather(1, best.unsqueeze(1)).flatten().tolist(), centers.tolist(),
-            entropies.tolist())]
+            offsets[best].tolist(), (best_totals / counts[best]).tolist(), centers.tolist(), entropies.tolist())]
 
 
 def finite_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:

@@ -120,15 +120,8 @@ def statistics_figure(
     return figure
 
 
-def statistics_movement_figure(
-        history: Mapping[str, Mapping[str, List[HeadStatistics]]],
-        title: str = 'How much like a convolution the heads are, mean of every layer',
-) -> Figure:
-    """Draw the statistics over several checkpoints, as the mean over the heads of every layer.
-
-    Args:
-        history: Statistics by title of the checkpoint, then by name of the layer.
-    """
+def statistics_movement_figure(history: Mapping[str, Mapping[str, List[HeadStatistics]]]) -> Figure:
+    """Draw the statistics, by title of the checkpoint and name of the layer, as means over the heads of every layer."""
     layers = list(next(iter(history.values())))
     step = math.ceil(len(history) / 15)  # names of more would overlap
     figure = Figure(figsize=(12, 3.8), dpi=120, layout='constrained')
@@ -143,5 +136,5 @@ def statistics_movement_figure(
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
     figure.legend(handles=axes[0].get_lines(), loc='outside right upper', fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle('How much like a convolution the heads are, mean of every layer', fontsize=10)
     return figure
