@@ -20,45 +20,29 @@ from timm_cmhsa.plots import PlotError, explorer_html, mean_attention, plot_atte
     ('test_cmhsa_attn', dict(hard_attn=True)),
     ('test_pixel_attn', {}),
     ('test_pixel_attn', dict(rel_pos='learned_content')),
+    ('test_vit', dict(reg_tokens=2)),
+    ('vit_relpos_small_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
+    ('beit_base_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
 ])
 def test_maps_are_those_that_timm_extracts(name, kwargs):
-    model, images = timm.create_model(name, **kwargs).train(), torch.randn(2, 3, 32, 32)
+    model = timm.create_model(name, **kwargs).train()
+    images = torch.randn(2, 3, *model.patch_embed.img_size)
     maps = attention_maps(model, images)
+    assert list(attention_maps(ModelEmaV3(model), images)) == list(maps)
     set_fused_attn(False)
     unfused = timm.create_model(name, **kwargs)
     unfused.load_state_dict(model.state_dict())
     expected = AttentionExtract(unfused.eval(), method='hook')(images)
     for (layer, actual), attention in zip(maps.items(), expected.values(), strict=True):
         assert layer.endswith('.attn')
-        assert actual.grid_size == (8, 8)
-        whole = actual.weights
-        if name == 'test_cmhsa_attn':
-            whole = torch.cat([whole, actual.zero_key.unsqueeze(-1)], dim=-1)
-        else:
-            assert actual.zero_key is None
-        torch.testing.assert_close(whole, attention.expand_as(whole))
-
-
-@pytest.mark.parametrize(('name', 'kwargs'), [
-    ('test_vit', dict(reg_tokens=2)),
-    ('vit_relpos_small_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
-    ('beit_base_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
-])
-def test_maps_of_a_vit_of_timm(name, kwargs):
-    model = timm.create_model(name, **kwargs).eval()
-    images = torch.randn(2, 3, *model.patch_embed.img_size)
-    maps = attention_maps(model, images)
-    set_fused_attn(False)
-    unfused = timm.create_model(name, **kwargs).eval()
-    unfused.load_state_dict(model.state_dict())
-    expected = AttentionExtract(unfused, method='hook')(images)
-    assert list(attention_maps(ModelEmaV3(model), images)) == list(maps)
-    for actual, attention in zip(maps.values(), expected.values(), strict=True):
-        prefix = attention.shape[-1] - actual.weights.shape[-1]
-        torch.testing.assert_close(actual.weights, attention[:, :, prefix:, prefix:])
-        assert (actual.zero_key is None) == (prefix == 0)
-        if prefix:
-            torch.testing.assert_close(actual.zero_key, attention[:, :, prefix:, :prefix].sum(dim=-1))
+        num = math.prod(model.patch_embed.grid_size)
+        prefix = attention.shape[-2] - num  # class tokens come first, a zero key last
+        to_others, to_patches, to_zero_key = attention[:, :, prefix:].tensor_split((prefix, prefix + num), dim=-1)
+        torch.testing.assert_close(actual.weights, to_patches.expand_as(actual.weights))
+        others = torch.cat([to_others, to_zero_key], dim=-1)
+        assert (actual.zero_key is None) == (others.shape[-1] == 0)
+        if actual.zero_key is not None:
+            torch.testing.assert_close(actual.zero_key, others.sum(dim=-1).expand_as(actual.zero_key))
 
 
 def test_the_model_stays_as_it_was():

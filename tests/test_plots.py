@@ -130,12 +130,6 @@ def test_mean_attention_does_not_depend_on_the_batch_size(two_grids, monkeypatch
             assert head.distance == pytest.approx(expected.distance, rel=1e-4)
 
 
-@pytest.mark.parametrize('images', [torch.zeros(0, 3, 32, 32), torch.zeros(2, 3, 32)])
-def test_what_is_no_image_is_refused(images, tmp_path):
-    with pytest.raises(PlotError, match='cannot be drawn: use images'):
-        plot_attention(timm.create_model('test_cmhsa_attn'), tmp_path, images)
-
-
 def test_movement_is_drawn_from_every_checkpoint(two_grids):
     model, images = two_grids
     attention, statistics = {}, {}
@@ -193,8 +187,7 @@ def test_models_of_other_types_are_drawn(dtype, tmp_path):
 
 def test_layers_without_heads_are_left_out(tmp_path):
     model = timm.create_model('test_pixel_attn', depth=3, num_heads=[0, 2, 1])
-    maps, _ = mean_attention(model, torch.randn(1, 3, 32, 32))
-    assert list(maps) == ['blocks.1.attn', 'blocks.2.attn']
+    assert list(attention_maps(model, torch.randn(1, 3, 32, 32))) == ['blocks.1.attn', 'blocks.2.attn']
     plot_attention(model, tmp_path, html=True)
     with pytest.raises(PlotError, match='found: PositionalAttention'):
         plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
@@ -202,16 +195,18 @@ def test_layers_without_heads_are_left_out(tmp_path):
 
 def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
     model, images = two_grids
-    with pytest.raises(PlotError, match='choose one of fine, coarse'):
-        plot_attention(model, tmp_path, images, layer='blocks.0.attn')
-    for query in ((1.1, 0.), (0., -0.1), (float('nan'), 0.)):
-        with pytest.raises(PlotError, match='outside the image'):
-            plot_attention(model, tmp_path, images, query=query)
-    monkeypatch.setattr(explorer, 'MAX_PAGE_BYTES', 100)
-    with pytest.raises(PlotError, match='The page would have'):
-        plot_attention(model, tmp_path, images, html=True)
     diverged = copy.deepcopy(model)
     nn.init.constant_(diverged.fine.rel_pos.zero_key_bias, float('nan'))
-    with pytest.raises(PlotError, match='The attention of fine is NaN'):
-        plot_attention(diverged, tmp_path, images)
+    monkeypatch.setattr(explorer, 'MAX_PAGE_BYTES', 100)
+    for each, pixels, options, message in (
+            (model, images, dict(layer='blocks.0.attn'), 'choose one of fine, coarse'),
+            (model, images, dict(query=(1.1, 0.)), 'outside the image'),
+            (model, images, dict(query=(0., -0.1)), 'outside the image'),
+            (model, images, dict(query=(float('nan'), 0.)), 'outside the image'),
+            (model, images, dict(html=True), 'The page would have'),
+            (model, images[:0], {}, 'cannot be drawn: use images'),
+            (model, images[0], {}, 'cannot be drawn: use images'),
+            (diverged, images, {}, 'The attention of fine is NaN')):
+        with pytest.raises(PlotError, match=message):
+            plot_attention(each, tmp_path, pixels, **options)
     assert not list(tmp_path.iterdir())
