@@ -21,7 +21,7 @@ from common.timing import step_seconds
 from torch import nn
 
 from timm_cmhsa import attention_maps, head_statistics, load_model
-from timm_cmhsa.analysis import HeadStatistics, attention_layers
+from timm_cmhsa.analysis import HeadStatistics
 from timm_cmhsa.images import choose_images
 from timm_cmhsa.pixel import prune_degenerate_heads
 from timm_cmhsa.plots import plot_attention
@@ -60,8 +60,7 @@ def main() -> None:
     args = make_run_parser(__doc__, 'pixel_models', seeds=3).parse_args()
     runs = replicate(ROWS, args)
     results = run_all(runs, args)
-    heads = [[9 - layer.num_heads for layer in attention_layers(trained(run, args.output)).values()]
-             for run in runs[PRUNED]]
+    heads = [[9 - block.attn.num_heads for block in trained(run, args.output).blocks] for run in runs[PRUNED]]
     table = markdown(runs, results, heads)
     attending = {title: each for title, each in runs.items() if title not in (RESNET, PRUNED)}
     show(f'{table}\n{likeness(attending, args.output)}', args.output / 'pixel_models.md')

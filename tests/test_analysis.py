@@ -1,4 +1,5 @@
 import math
+from functools import partial
 
 import pytest
 import timm
@@ -10,6 +11,7 @@ from torch import nn
 
 from timm_cmhsa import attend_convs, attention_maps, conv2d_to_attention, head_statistics
 from timm_cmhsa.analysis import AttentionMaps
+from timm_cmhsa.plots import PlotError, explorer_html, mean_attention, plot_attention
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [
@@ -18,45 +20,29 @@ from timm_cmhsa.analysis import AttentionMaps
     ('test_cmhsa_attn', dict(hard_attn=True)),
     ('test_pixel_attn', {}),
     ('test_pixel_attn', dict(rel_pos='learned_content')),
+    ('test_vit', dict(reg_tokens=2)),
+    ('vit_relpos_small_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
+    ('beit_base_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
 ])
 def test_maps_are_those_that_timm_extracts(name, kwargs):
-    model, images = timm.create_model(name, **kwargs).train(), torch.randn(2, 3, 32, 32)
+    model = timm.create_model(name, **kwargs).train()
+    images = torch.randn(2, 3, *model.patch_embed.img_size)
     maps = attention_maps(model, images)
+    assert list(attention_maps(ModelEmaV3(model), images)) == list(maps)
     set_fused_attn(False)
     unfused = timm.create_model(name, **kwargs)
     unfused.load_state_dict(model.state_dict())
     expected = AttentionExtract(unfused.eval(), method='hook')(images)
     for (layer, actual), attention in zip(maps.items(), expected.values(), strict=True):
         assert layer.endswith('.attn')
-        assert actual.grid_size == (8, 8)
-        whole = actual.weights
-        if name == 'test_cmhsa_attn':
-            whole = torch.cat([whole, actual.zero_key.unsqueeze(-1)], dim=-1)
-        else:
-            assert actual.zero_key is None
-        torch.testing.assert_close(whole, attention.expand_as(whole))
-
-
-@pytest.mark.parametrize(('name', 'kwargs'), [
-    ('test_vit', dict(reg_tokens=2)),
-    ('vit_relpos_small_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
-    ('beit_base_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
-])
-def test_maps_of_a_vit_of_timm(name, kwargs):
-    model = timm.create_model(name, **kwargs).eval()
-    images = torch.randn(2, 3, *model.patch_embed.img_size)
-    maps = attention_maps(model, images)
-    set_fused_attn(False)
-    unfused = timm.create_model(name, **kwargs).eval()
-    unfused.load_state_dict(model.state_dict())
-    expected = AttentionExtract(unfused, method='hook')(images)
-    assert list(attention_maps(ModelEmaV3(model), images)) == list(maps)
-    for actual, attention in zip(maps.values(), expected.values(), strict=True):
-        prefix = attention.shape[-1] - actual.weights.shape[-1]
-        torch.testing.assert_close(actual.weights, attention[:, :, prefix:, prefix:])
-        assert (actual.zero_key is None) == (prefix == 0)
-        if prefix:
-            torch.testing.assert_close(actual.zero_key, attention[:, :, prefix:, :prefix].sum(dim=-1))
+        num = math.prod(model.patch_embed.grid_size)
+        prefix = attention.shape[-2] - num  # class tokens come first, a zero key last
+        to_others, to_patches, to_zero_key = attention[:, :, prefix:].tensor_split((prefix, prefix + num), dim=-1)
+        torch.testing.assert_close(actual.weights, to_patches.expand_as(actual.weights))
+        others = torch.cat([to_others, to_zero_key], dim=-1)
+        assert (actual.zero_key is None) == (others.shape[-1] == 0)
+        if actual.zero_key is not None:
+            torch.testing.assert_close(actual.zero_key, others.sum(dim=-1).expand_as(actual.zero_key))
 
 
 def test_the_model_stays_as_it_was():
@@ -98,10 +84,18 @@ def test_maps_of_a_cnn_and_of_a_layer():
     assert attention_maps(layer, torch.randn(3, 4, 512))[''].weights.shape == (3, 9, 4, 4)
 
 
-@pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_resnet'])
-def test_models_without_our_attention_are_refused(name):
-    with pytest.raises(ValueError, match='has no attention layer of timm_cmhsa'):
-        attention_maps(timm.create_model(name), torch.randn(1, 3, 32, 32))
+@pytest.mark.parametrize(('name', 'found'), [
+    ('test_cmhsa_conv_k3', 'CmhsaConv has no attention that can be drawn (found: none)'),
+    ('swin_tiny_patch4_window7_224', 'SwinTransformer has no attention that can be drawn (found: WindowAttention)'),
+])
+def test_attention_that_cannot_be_drawn_is_refused_by_name(name, found):
+    model = timm.create_model(name, pretrained=False)
+    for function in (attention_maps, mean_attention, explorer_html, partial(plot_attention, output='none')):
+        with pytest.raises(PlotError) as error:
+            function(model, images=torch.randn(1, 3, *model.pretrained_cfg['input_size'][1:]))
+        assert str(error.value).startswith(found)
+        assert str(error.value).endswith('use a phase-2 model (convert_model, not yet reparameterized), a CNN after '
+                                         'attend_convs, or a VisionTransformer, VisionTransformerRelPos, Beit of timm.')
 
 
 @given(

@@ -123,7 +123,7 @@ def test_other_files_of_the_server_are_not_read(folder, url):
 @pytest.mark.parametrize(('arguments', 'message'), [
     (['{0}/none'], 'none does not exist'),
     (['{0}/0.png'], 'is not a checkpoint'),
-    (['{0}/phase1'], 'has no attention layer of timm_cmhsa'),
+    (['{0}/phase1'], 'has no attention that can be drawn'),
     (['{0}/after', '--before', '{0}/other'], 'The models have different image sizes'),
 ])
 def test_errors_are_one_line(folder, arguments, message):

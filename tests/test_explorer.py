@@ -174,6 +174,8 @@ def test_weights_of_every_choice_are_those_of_the_model(shown, page):
     check_shown(page, maps[0], image=0, head=0, query=(3, 4), key=(0, 7))
     Select(page.find_element(By.ID, 'layer')).select_by_visible_text('blocks.1.attn')
     assert len(page.find_elements(By.CSS_SELECTOR, '#heads label')) == 5
+    labels = page.find_elements(By.CSS_SELECTOR, '#images label')
+    assert [label.get_attribute('title') for label in labels] == TITLES  # as text
     choose(page, 'heads', 4)
     point_at(page, 'image', 5, 0)
     check_shown(page, maps[1], image=0, head=4, query=(5, 0), key=(4, 1))
@@ -184,34 +186,26 @@ def test_weights_of_every_choice_are_those_of_the_model(shown, page):
 
 
 @pytest.mark.slow
-def test_a_click_holds_the_query_and_another_lets_go(shown, page):
-    point_at(page, 'image', 1, 2)
-    ActionChains(page, duration=0).click().perform()
-    point_at(page, 'image', 4, 4)
-    assert text(page, 'query') == 'row 2, column 3'
-    assert 'held' in text(page, 'held')
-    point_at(page, 'image', 1, 2)
-    ActionChains(page, duration=0).click().perform()
-    point_at(page, 'image', 4, 4)
-    assert text(page, 'query') == 'row 5, column 5'
+def test_a_click_holds_the_query_and_another_lets_go(page):
+    for query in ('row 2, column 3', 'row 5, column 5'):
+        point_at(page, 'image', 1, 2)
+        ActionChains(page, duration=0).click().perform()
+        point_at(page, 'image', 4, 4)
+        assert text(page, 'query') == query
 
 
 @pytest.mark.slow
 def test_everything_can_be_done_with_the_keyboard(shown, page):
-    maps = shown[2]['blocks.1.attn']
-    page.find_element(By.CSS_SELECTOR, '#images input').send_keys(Keys.ARROW_RIGHT)
-    page.find_element(By.ID, 'layer').send_keys(Keys.ARROW_DOWN)
-    page.find_element(By.CSS_SELECTOR, '#heads input').send_keys(Keys.ARROW_RIGHT)
-    page.find_element(By.ID, 'image').send_keys(Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_LEFT)
+    for selector, *keys in (
+            ('#images input', Keys.ARROW_RIGHT), ('#layer', Keys.ARROW_DOWN), ('#heads input', Keys.ARROW_RIGHT),
+            ('#image', Keys.ARROW_UP, Keys.ARROW_UP, Keys.ARROW_LEFT)):
+        page.find_element(By.CSS_SELECTOR, selector).send_keys(*keys)
     assert text(page, 'query') == 'row 2, column 4'
-    weights = maps.weights[1, 1, 1 * 8 + 3]
+    weights = shown[2]['blocks.1.attn'].weights[1, 1, 1 * 8 + 3]
     assert text(page, 'weight') == f'{100 * weights.max():.2f} %'
     row, col = divmod(weights.argmax().item(), 8)
-    step, new_row = (Keys.ARROW_DOWN, row + 1) if row < 5 else (Keys.ARROW_UP, row - 1)
-    page.find_element(By.ID, 'map').send_keys(step)
-    assert text(page, 'key').startswith(f'on row {new_row + 1}, column {col + 1} ')
-    weight = float(text(page, 'weight').removesuffix(' %')) / 100
-    assert weight == pytest.approx(weights[new_row * 8 + col].item(), abs=weights.max().item() / 509 + 5.1e-5)
+    page.find_element(By.ID, 'map').send_keys(Keys.ARROW_UP if row else Keys.ARROW_DOWN)
+    assert text(page, 'key').startswith(f'on row {row if row else 2}, column {col + 1} ')
 
 
 @pytest.mark.slow
@@ -224,29 +218,18 @@ def test_the_image_is_shown_and_can_lie_under_the_map(shown, page):
 
 
 @pytest.mark.slow
-def test_titles_are_text(page):
-    titles = [label.get_attribute('title') for label in page.find_elements(By.CSS_SELECTOR, '#images label')]
-    assert titles == TITLES
-    assert page.title == 'Attention of test_cmhsa_attn'
-    assert page.find_element(By.TAG_NAME, 'html').get_attribute('lang') == 'en'
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize('scheme', ['light', 'dark'])
-def test_the_page_fits_a_phone(shown, page, scheme):
-    page.execute_cdp_cmd(
-        'Emulation.setDeviceMetricsOverride', dict(width=375, height=800, deviceScaleFactor=2, mobile=True))
-    page.execute_cdp_cmd(
-        'Emulation.setEmulatedMedia', {'features': [{'name': 'prefers-color-scheme', 'value': scheme}]})
+def test_the_page_fits_a_phone_at_night(shown, page):
+    phone = dict(width=375, height=800, deviceScaleFactor=2, mobile=True)
+    dark = [dict(name='prefers-color-scheme', value='dark')]
+    page.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', phone)
+    page.execute_cdp_cmd('Emulation.setEmulatedMedia', dict(features=dark))
     try:
-        page.refresh()
-        wait(page, lambda: colors(page, '#map').any())
-        assert page.execute_script('return [innerWidth, document.documentElement.scrollWidth]') == [375, 375]
-        boxes = [page.find_element(By.ID, name).rect for name in ('image', 'map')]
-        assert all(box['width'] > 280 for box in boxes)
-        assert boxes[1]['y'] > boxes[0]['y'] + boxes[0]['height']
-        background = page.execute_script('return getComputedStyle(document.body).backgroundColor')
-        assert (background == 'rgb(21, 24, 28)') == (scheme == 'dark')
+        wait(page, lambda: page.execute_script('return innerWidth') == 375)
+        assert page.execute_script('return document.documentElement.scrollWidth') == 375
+        image, map_ = (page.find_element(By.ID, name).rect for name in ('image', 'map'))
+        assert min(image['width'], map_['width']) > 280
+        assert map_['y'] > image['y'] + image['height']
+        assert page.execute_script('return getComputedStyle(document.body).backgroundColor') == 'rgb(21, 24, 28)'
         point_at(page, 'image', 5, 7)
         check_shown(page, shown[2]['blocks.0.attn'], image=0, head=0, query=(5, 7), key=(2, 2))
     finally:
@@ -256,19 +239,18 @@ def test_the_page_fits_a_phone(shown, page, scheme):
 
 @pytest.mark.slow
 def test_two_models_are_shown_beside_each_other(shown, browser, tmp_path):
-    model, images, maps = shown
-    before = uneven()
-    (tmp_path / 'page.html').write_text(explorer_html(model, images[:1], before=before), encoding='utf-8')
+    model, images, after = shown
+    earlier = uneven()
+    before = attention_maps(earlier, images)
+    (tmp_path / 'page.html').write_text(explorer_html(model, images[:1], before=earlier), encoding='utf-8')
     browser.get((tmp_path / 'page.html').as_uri())
     wait(browser, lambda: colors(browser, '#before-map').any())
     choose(browser, 'heads', 2)
     point_at(browser, 'image', 1, 6)
-    for view, each in (('', maps), ('before-', attention_maps(before, images[:1]))):
-        check_shown(browser, each['blocks.0.attn'], image=0, head=2, query=(1, 6), key=(3, 2), view=view)
+    for number, (view, maps) in enumerate((('before-', before['blocks.0.attn']), ('', after['blocks.0.attn'])), 1):
+        check_shown(browser, maps, image=0, head=2, query=(1, 6), key=(3, 2), view=view)
         assert text(browser, f'{view}map-heading') == f"{'Before' if view else 'After'}: head 3 in blocks.0.attn"
+        small = colors(browser, f'#heads label:nth-of-type(4) canvas:nth-of-type({number})')
+        assert np.abs(small - expected_colors(maps.weights[0, 3, 1 * 8 + 6])).max() < 4
     assert not browser.find_element(By.ID, 'images').is_displayed()  # there is no choice
-    small = [colors(browser, f'#heads label:nth-of-type(4) canvas:nth-of-type({i})') for i in (1, 2)]
-    for each, drawn in zip((attention_maps(before, images[:1]), maps), small):
-        weights = each['blocks.0.attn'].weights[0, 3, 1 * 8 + 6]
-        assert np.abs(drawn - expected_colors(weights)).max() < 4
     assert browser.get_log('browser') == []

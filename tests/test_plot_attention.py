@@ -15,7 +15,7 @@ from timm_cmhsa import CheckpointError, load_model
 from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.cli import plot_main as main
 from timm_cmhsa.images import choose_images, data_config, read_folder
-from timm_cmhsa.plots import PlotError, in_order_of_training, plot_attention
+from timm_cmhsa.plots import in_order_of_training, plot_attention
 
 KWARGS = dict(depth=2, num_heads=3)
 
@@ -76,18 +76,20 @@ def test_options_give_what_a_state_dict_lacks(folder, tmp_path):
 
 
 def test_one_layer_seen_on_noise(folder, tmp_path):
+    (tmp_path / 'attention.png').write_text('an older picture')
     paths = plot_attention(folder / 'plain.pth', tmp_path, layer='blocks.1.attn', html=True)
     assert {path.name for path in paths} == {'attention.png', 'statistics.png', 'attention.html'}
     page = (tmp_path / 'attention.html').read_text()
     assert 'blocks.1.attn' in page
     assert 'blocks.0.attn' not in page
     assert [i for i in range(1, 9) if f'"title": "noise {i}"' in page] == [1, 3, 5, 7]
+    assert is_drawn(tmp_path / 'attention.png')
     assert Image.open(tmp_path / 'attention.png').size[1] < 300  # one row of heads
 
 
 @pytest.mark.parametrize(('arguments', 'message'), [
     (['nowhere.pth'], 'nowhere.pth does not exist'),
-    (['phase1'], 'has no attention layer of timm_cmhsa'),
+    (['phase1'], 'CmhsaConv has no attention that can be drawn'),
     (['local', '--layer', 'blocks.9.attn'], 'choose one of blocks.0.attn, blocks.1.attn'),
     (['local', '--query', '2', '0'], 'The query 2 0 is outside the image'),
     (['local', '--images', 'no_images'], 'no_images has no images (.jpg, .jpeg'),
@@ -117,20 +119,12 @@ def test_bad_options_are_exit_2(arguments, folder, tmp_path, capsys):
 
 def test_output_that_cannot_be_written_leaves_nothing_partial(folder, tmp_path):
     (tmp_path / 'file').touch()
-    with pytest.raises(PlotError, match='file cannot be written'):
+    with pytest.raises(FileExistsError):
         plot_attention(folder / 'local', tmp_path / 'file')
     (tmp_path / 'attention.png').mkdir()
-    with pytest.raises(PlotError, match='cannot be written'):
+    with pytest.raises(IsADirectoryError):
         plot_attention(folder / 'local', tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {'attention.png', 'file'}
-
-
-def test_older_pictures_are_replaced(folder, tmp_path):
-    (tmp_path / 'attention.png').write_text('old')
-    (tmp_path / 'mine.txt').write_text('mine')
-    plot_attention(folder / 'local', tmp_path)
-    assert is_drawn(tmp_path / 'attention.png')
-    assert {path.name for path in tmp_path.iterdir()} == {'attention.png', 'statistics.png', 'mine.txt'}
 
 
 def test_images_are_evenly_spaced_and_told_from_noise(folder):
@@ -192,13 +186,7 @@ def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path, caps
     assert err.count('\n') == 1
 
 
-@pytest.mark.parametrize(('given', 'expected'), [
-    (['a/checkpoint-10.pth.tar', 'a/checkpoint-9.pth.tar'], ['a/checkpoint-9.pth.tar', 'a/checkpoint-10.pth.tar']),
-    (['checkpoint-10.pth.tar', 'last.pth.tar', 'checkpoint-9.pth.tar'],
-     ['checkpoint-9.pth.tar', 'last.pth.tar', 'checkpoint-10.pth.tar']),
-    (['b/checkpoint-10.pth.tar', 'b/checkpoint-9.pth.tar', 'a/checkpoint-1.pth.tar'],
-     ['b/checkpoint-9.pth.tar', 'b/checkpoint-10.pth.tar', 'a/checkpoint-1.pth.tar']),
-    (['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar'], ['b/checkpoint-1.pth.tar', 'a/checkpoint-1.pth.tar']),
-])
-def test_checkpoints_of_train_py_are_put_in_the_order_of_their_epochs(given, expected):
-    assert in_order_of_training([Path(path) for path in given]) == [Path(path) for path in expected]
+def test_checkpoints_of_train_py_are_put_in_the_order_of_their_epochs():
+    given = 'b/checkpoint-10.pth.tar b/checkpoint-9.pth.tar b/last.pth.tar a/checkpoint-1.pth.tar first last'
+    expected = 'b/checkpoint-9.pth.tar b/checkpoint-10.pth.tar b/last.pth.tar a/checkpoint-1.pth.tar first last'
+    assert in_order_of_training(given.split()) == expected.split()

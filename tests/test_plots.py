@@ -11,14 +11,13 @@ from PIL import Image
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import RelPosAttention, attention_maps, conv2d_to_attention, head_statistics
+from timm_cmhsa import RelPosAttention, analysis, attention_maps, conv2d_to_attention, head_statistics
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.pixel.models import PositionalAttention
 from timm_cmhsa.plots import (
     PlotError,
     attention_figure,
     attention_from,
-    data as plot_data,
     explorer,
     explorer_html,
     mean_attention,
@@ -119,7 +118,7 @@ def test_pixels_are_those_of_the_image_file():
 
 def test_mean_attention_does_not_depend_on_the_batch_size(two_grids, monkeypatch):
     model, images = two_grids
-    monkeypatch.setattr(plot_data, 'BATCH_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # batches of 2, 2 and 1
+    monkeypatch.setattr(analysis, 'BATCH_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # batches of 2, 2 and 1
     means, statistics = mean_attention(model, images)
     for name, maps in attention_maps(model, images).items():
         torch.testing.assert_close(means[name].weights, maps.weights.mean(dim=0, keepdim=True))
@@ -129,12 +128,6 @@ def test_mean_attention_does_not_depend_on_the_batch_size(two_grids, monkeypatch
             assert head.best_offset == expected.best_offset
             assert head.entropy == pytest.approx(expected.entropy, rel=1e-5)
             assert head.distance == pytest.approx(expected.distance, rel=1e-4)
-
-
-@pytest.mark.parametrize('images', [torch.zeros(0, 3, 32, 32), torch.zeros(2, 3, 32)])
-def test_what_is_no_image_is_refused(images, tmp_path):
-    with pytest.raises(PlotError, match='cannot be drawn: use images'):
-        plot_attention(timm.create_model('test_cmhsa_attn'), tmp_path, images)
 
 
 def test_movement_is_drawn_from_every_checkpoint(two_grids):
@@ -194,25 +187,26 @@ def test_models_of_other_types_are_drawn(dtype, tmp_path):
 
 def test_layers_without_heads_are_left_out(tmp_path):
     model = timm.create_model('test_pixel_attn', depth=3, num_heads=[0, 2, 1])
-    maps, _ = mean_attention(model, torch.randn(1, 3, 32, 32))
-    assert list(maps) == ['blocks.1.attn', 'blocks.2.attn']
+    assert list(attention_maps(model, torch.randn(1, 3, 32, 32))) == ['blocks.1.attn', 'blocks.2.attn']
     plot_attention(model, tmp_path, html=True)
-    with pytest.raises(PlotError, match='have no heads'):
+    with pytest.raises(PlotError, match='found: PositionalAttention'):
         plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
 
 
 def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
     model, images = two_grids
-    with pytest.raises(PlotError, match='choose one of fine, coarse'):
-        plot_attention(model, tmp_path, images, layer='blocks.0.attn')
-    for query in ((1.1, 0.), (0., -0.1), (float('nan'), 0.)):
-        with pytest.raises(PlotError, match='outside the image'):
-            plot_attention(model, tmp_path, images, query=query)
-    monkeypatch.setattr(explorer, 'MAX_PAGE_BYTES', 100)
-    with pytest.raises(PlotError, match='The page would have'):
-        plot_attention(model, tmp_path, images, html=True)
     diverged = copy.deepcopy(model)
     nn.init.constant_(diverged.fine.rel_pos.zero_key_bias, float('nan'))
-    with pytest.raises(PlotError, match='The attention of fine is NaN'):
-        plot_attention(diverged, tmp_path, images)
+    monkeypatch.setattr(explorer, 'MAX_PAGE_BYTES', 100)
+    for each, pixels, options, message in (
+            (model, images, dict(layer='blocks.0.attn'), 'choose one of fine, coarse'),
+            (model, images, dict(query=(1.1, 0.)), 'outside the image'),
+            (model, images, dict(query=(0., -0.1)), 'outside the image'),
+            (model, images, dict(query=(float('nan'), 0.)), 'outside the image'),
+            (model, images, dict(html=True), 'The page would have'),
+            (model, images[:0], {}, 'cannot be drawn: use images'),
+            (model, images[0], {}, 'cannot be drawn: use images'),
+            (diverged, images, {}, 'The attention of fine is NaN')):
+        with pytest.raises(PlotError, match=message):
+            plot_attention(each, tmp_path, pixels, **options)
     assert not list(tmp_path.iterdir())

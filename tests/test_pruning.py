@@ -69,15 +69,10 @@ def test_a_pruned_model_is_a_smaller_model_that_loads_and_trains():
     assert losses[-1] < losses[0]
 
 
-def test_pruning_leaves_frozen_what_is_frozen():
-    model = degenerate_model().requires_grad_(False)
-    prune_degenerate_heads(model)
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-
-
 def test_a_wrapped_model_is_pruned_and_timm_saves_its_new_arguments(tmp_path):
-    model = degenerate_model(num_classes=3)
+    model = degenerate_model(num_classes=3).requires_grad_(False)
     prune_degenerate_heads(nn.DataParallel(model))
+    assert not any(parameter.requires_grad for parameter in model.parameters())  # what was frozen stays so
     assert model.model_args()['num_heads'] == [2, 4, 4, 3]
     if hasattr(timm.models, 'get_model_args'):  # a timm that remembers arguments
         save_for_hf(model, tmp_path)

@@ -1,6 +1,7 @@
 """Attention maps of a model, and how much like a convolution every head is."""
 import contextlib
 import math
+from collections import defaultdict
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import torch
@@ -13,6 +14,11 @@ from torch import nn
 from .rel_pos import OffsetRelPos
 
 STOCK = VisionTransformer, relpos.VisionTransformerRelPos, beit.Beit
+BATCH_WEIGHTS = 2 ** 26  # attention weights of all layers at once: 256 MB in float32
+
+
+class PlotError(ValueError):
+    """Attention cannot be drawn. The message gives the reason and the remedy, in one line."""
 
 
 class AttentionMaps(NamedTuple):
@@ -32,21 +38,25 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return all attention layers of this package, or of a ViT of timm, by name. A layer itself has the name ''.
+    """Return the attention layers of this package, or of a ViT of timm, by name. A layer itself has the name ''.
+
+    Layers without heads are left out.
 
     Raises:
-        ValueError: If the model has none.
+        PlotError: If the model has none.
     """
-    layers = {
-        name: module for name, module in model.named_modules()
-        if isinstance(getattr(module, 'rel_pos', None), OffsetRelPos)}
+    modules: Dict[str, Any] = dict(model.named_modules())
+    layers = {name: each for name, each in modules.items() if isinstance(getattr(each, 'rel_pos', None), OffsetRelPos)}
     if not layers and isinstance(model, STOCK):
-        layers = {name: module for name, module in model.blocks.named_modules(prefix='blocks')
-                  if isinstance(module, (Attention, relpos.RelPosAttention, beit.Attention))}
+        layers = {name: each for name, each in modules.items()
+                  if isinstance(each, (Attention, relpos.RelPosAttention, beit.Attention))}
+    layers = {name: layer for name, layer in layers.items() if layer.num_heads}
     if not layers:
-        raise ValueError(
-            f'{type(model).__name__} has no attention layer of timm_cmhsa: convert a phase-1 model first, or replace '
-            'convolutions with attend_convs. Models that were reparameterized for inference have no maps.')
+        found = {type(each).__name__ for each in modules.values() if 'Attention' in type(each).__name__}
+        raise PlotError(
+            f'{type(model).__name__} has no attention that can be drawn (found: {", ".join(sorted(found)) or "none"}): '
+            'use a phase-2 model (convert_model, not yet reparameterized), a CNN after attend_convs, or a '
+            f'{", ".join(each.__name__ for each in STOCK)} of timm.')
     return layers
 
 
@@ -54,6 +64,12 @@ def layer_grid_size(model: Any, layer: Any) -> Tuple[int, int]:
     """Return the patches per image side, (h, w), of an attention layer of a model."""
     grid_size: Tuple[int, int] = getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
     return grid_size
+
+
+def num_weights(model: nn.Module, layer: Any) -> int:
+    """Return the number of attention weights for one image, without the zero key."""
+    num: int = layer.num_heads * math.prod(layer_grid_size(model, layer)) ** 2
+    return num
 
 
 @torch.no_grad()
@@ -123,11 +139,10 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     counts = index.bincount()
     weights = maps.weights.mean(dim=0).flatten(1)
     totals = weights.new_zeros(len(weights), len(counts)).index_add(1, index, weights)
-    means = totals / counts
     rows, cols = torch.meshgrid(torch.arange(1 - height, height), torch.arange(1 - width, width), indexing='ij')
     offsets = torch.stack([rows, cols], dim=-1).flatten(0, 1).to(totals)
     centers = totals @ offsets / totals.sum(dim=1, keepdim=True).clamp(min=1e-12)
-    best = totals.argmax(dim=1)
+    best_totals, best = totals.max(dim=1)
     all_weights = maps.weights
     if maps.zero_key is not None:
         all_weights = torch.cat([all_weights, maps.zero_key.unsqueeze(-1)], dim=-1)
@@ -135,5 +150,38 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     return [
         HeadStatistics((int(row), int(col)), weight, (center[0], center[1]), math.hypot(*center), entropy)
         for (row, col), weight, center, entropy in zip(
-            offsets[best].tolist(), means.gather(1, best.unsqueeze(1)).flatten().tolist(), centers.tolist(),
-            entropies.tolist())]
+            offsets[best].tolist(), (best_totals / counts[best]).tolist(), centers.tolist(), entropies.tolist())]
+
+
+def finite_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMaps]:
+    """Return `attention_maps` that can be averaged and drawn."""
+    maps = attention_maps(model, images)
+    for name, each in maps.items():
+        if not each.weights.isfinite().all():
+            raise PlotError(f'The attention of {name} is NaN: the training diverged, or half precision overflowed.')
+    return maps
+
+
+def mean_attention(
+        model: nn.Module,
+        images: torch.Tensor,
+) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
+    """Return the attention of all layers, averaged over images (B, C, H, W), and its statistics."""
+    layers = attention_layers(model)
+    batch_size = max(BATCH_WEIGHTS // sum(num_weights(model, layer) for layer in layers.values()), 1)
+    weights: Dict[str, Any] = defaultdict(float)
+    zero_keys: Dict[str, Any] = defaultdict(float)
+    entropies: Dict[str, Any] = defaultdict(float)  # the entropy of the mean is not the mean of the entropies
+    for batch in images.split(batch_size):
+        share = len(batch) / len(images)
+        for name, maps in finite_maps(model, batch).items():
+            weights[name] += share * maps.weights.mean(dim=0, keepdim=True)
+            if maps.zero_key is not None:
+                zero_keys[name] += share * maps.zero_key.mean(dim=0, keepdim=True)
+            entropies[name] += share * torch.tensor([head.entropy for head in head_statistics(maps)])
+    means = {name: AttentionMaps(mean, zero_keys.get(name), layer_grid_size(model, layers[name]))
+             for name, mean in weights.items()}
+    statistics = {
+        name: [head._replace(entropy=entropy) for head, entropy in zip(head_statistics(maps), entropies[name].tolist())]
+        for name, maps in means.items()}
+    return means, statistics

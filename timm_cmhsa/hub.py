@@ -1,7 +1,6 @@
 """Publishes models on the Hugging Face Hub, with a model card."""
 import logging
 import tempfile
-from numbers import Real
 from pathlib import Path
 from typing import Any, List, Mapping, Optional, Sequence
 
@@ -91,12 +90,12 @@ def save_for_hub(
     checkpoint = Checkpoint.of(model)
     cfg = checkpoint.spec.pretrained_cfg
     cfg.update(data_config(model), license=license)
-    if label_names is not None and len(label_names) != model.num_classes:
-        raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
-    if label_names is not None or len(cfg.get('label_names') or ()) != model.num_classes:  # those of an earlier head
-        cfg.update(dict.fromkeys(LABEL_KEYS))
     if label_names is not None:
-        cfg['label_names'] = _checked_names('label_names', label_names)
+        cfg.update(dict.fromkeys(LABEL_KEYS), label_names=_checked_names('label_names', label_names))
+        if len(label_names) != model.num_classes:
+            raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
+    elif len(cfg.get('label_names') or ()) != model.num_classes:  # those of an earlier head
+        cfg.update(dict.fromkeys(LABEL_KEYS))
     checkpoint.write(folder, force, model_card(model, repo_id, license, datasets, base_model, results, details))
 
 
@@ -131,9 +130,9 @@ def push_to_hub(
         folder = Path(parent, 'model')
         save_for_hub(model, folder, repo_id, **kwargs)
         paths = sorted(folder.iterdir())
-        token = get_token() or ''
-        if not token or not token.isascii() or not token.isprintable():
-            raise HubError(f'{repo_id}: there is no valid token. Run `hf auth login`, or set HF_TOKEN.')
+        token = get_token()
+        if not token:
+            raise HubError(f'{repo_id}: there is no token. Run `hf auth login`, or set HF_TOKEN.')
         api = HfApi(token=token, library_name='timm_cmhsa', library_version=__version__)
         try:
             # private=False would overrule an organization whose repositories are private by default
@@ -179,10 +178,8 @@ def model_card(
 ) -> str:
     """Return the text of README.md: metadata that the Hub reads, then what people read. See `save_for_hub`."""
     check_repo_id(repo_id)
-    datasets, results = _checked_names('datasets', datasets), results or {}
-    for metric, value in results.items():
-        if not isinstance(value, Real) or not 0 <= value <= 100:
-            raise CheckpointError(f'{metric}={value!r} is not an accuracy in percent: give a number from 0 to 100.')
+    datasets = _checked_names('datasets', datasets)
+    results = {metric: float(value) for metric, value in (results or {}).items()}
     name, source, config, args = repo_id.split('/')[1], model.pretrained_cfg, data_config(model), model.model_args()
     task = 'image-classification' if model.num_classes else 'image-feature-extraction'
     paper, paper_id = source['paper_name'], source['paper_ids'].removeprefix('arXiv:')
@@ -225,7 +222,7 @@ def model_card(
         eval_results=[
             EvalResult(
                 task_type=task, dataset_type=dataset, dataset_name=dataset, metric_type='accuracy',
-                metric_name=f'{metric} accuracy', metric_value=float(value))
+                metric_name=f'{metric} accuracy', metric_value=value)
             for metric, value in results.items()] or None,
     )
     return str(card)

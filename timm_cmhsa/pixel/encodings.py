@@ -16,36 +16,34 @@ class QuadraticRelPos(OffsetRelPos):
     its Section 4.2. Widths start at one patch, with noise of standard deviation 0.01. Nothing depends on the grid.
     """
     name = 'quadratic'
+    unit_inv_std = torch.ones(())  # of a Gaussian that is one patch wide
 
     def __init__(self, grid_size: Grid, num_heads: int, dim: int = 0, **dd: Any) -> None:
         super().__init__(grid_size, num_heads, device=dd.get('device'))
         self.center = nn.Parameter(torch.empty(num_heads, 2, **dd))
-        self.inv_std = nn.Parameter(torch.empty(num_heads, *self.unit_inv_std().shape, **dd))
+        self.inv_std = nn.Parameter(torch.empty(num_heads, *self.unit_inv_std.shape, **dd))
         self.reset_parameters()
-
-    def unit_inv_std(self) -> torch.Tensor:
-        """Return the `inv_std` of a Gaussian that is one patch wide."""
-        return torch.ones((), device='cpu')
 
     @torch.no_grad()
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         super().reset_parameters()
         nn.init.normal_(self.center, std=math.sqrt(2), generator=generator)
         nn.init.normal_(self.inv_std, std=.01, generator=generator)
-        self.inv_std.add_(self.unit_inv_std().to(self.inv_std))
+        self.inv_std.add_(self.unit_inv_std.to(self.inv_std))
 
-    def scaled(self, distance: torch.Tensor) -> torch.Tensor:
-        """Return distances from the centre, (num_offsets, num_heads, 2), in standard deviations."""
-        return distance * self.inv_std.unsqueeze(-1)
+    def inv_root(self) -> torch.Tensor:
+        """Return a square root of the inverse covariance of every head's Gaussian, (num_heads, 2, 2), in patches^-1."""
+        return self.inv_std[:, None, None] * torch.eye(2, device=self.inv_std.device, dtype=self.inv_std.dtype)
 
     def inv_covariance(self) -> torch.Tensor:
-        """Return the inverse covariance of every head's Gaussian, in patches^-2: shape (num_heads, 2, 2)."""
-        return self.inv_std.square()[:, None, None] * torch.eye(2).to(self.inv_std)
+        """Return the inverse covariance of every head's Gaussian, (num_heads, 2, 2), in patches^-2."""
+        return self.inv_root() @ self.inv_root().transpose(1, 2)
 
     def offset_bias(self) -> torch.Tensor:
         # In float32 at least, since half precision cannot represent offsets beyond 256.
         distance = self.offsets.unsqueeze(1).float() - self.center
-        return -(self.scaled(distance).square().sum(dim=-1) / 2).to(self.center.dtype)
+        scaled = (distance.unsqueeze(-1) * self.inv_root()).sum(dim=-2)  # AMP would round a matmul to half precision
+        return -(scaled.square().sum(dim=-1) / 2).to(self.center.dtype)
 
 
 class GeneralQuadraticRelPos(QuadraticRelPos):
@@ -54,26 +52,19 @@ class GeneralQuadraticRelPos(QuadraticRelPos):
     Equation 19 of the paper (Appendix E).
     """
     name = 'quadratic_gen'
+    unit_inv_std = torch.eye(2)
 
-    def unit_inv_std(self) -> torch.Tensor:
-        return torch.eye(2, device='cpu')
-
-    def scaled(self, distance: torch.Tensor) -> torch.Tensor:
-        return (distance.unsqueeze(-1) * self.inv_std).sum(dim=-2)  # AMP would round a matmul to half precision
-
-    def inv_covariance(self) -> torch.Tensor:
-        return self.inv_std @ self.inv_std.transpose(1, 2)
+    def inv_root(self) -> torch.Tensor:
+        return self.inv_std
 
 
-class LearnedContentRelPos(OffsetRelPos):
-    """Learned embeddings r of offsets, multiplied by the queries: bias q^T r / sqrt(dim).
+class LearnedRelPos(OffsetRelPos):
+    """Learned embeddings r of offsets, multiplied by a learned vector v per head: bias v^T r.
 
-    Half of r belongs to the row offset, half to the column offset, and all heads share it. Together with the content
-    term q^T k, these are the scores of Section 4.3 of the paper (and of arXiv 1906.05909). A change of the grid pads
-    the embeddings with zeros or crops them.
+    The last term of Equation 8 of the paper. Half of r belongs to the row offset, half to the column offset, and all
+    heads share it. A change of the grid pads the embeddings with zeros or crops them.
     """
-    name = 'learned_content'
-    depends_on_queries = True
+    name = 'learned'
 
     def __init__(self, grid_size: Grid, num_heads: int, dim: int, **dd: Any) -> None:
         super().__init__(grid_size, num_heads, device=dd.get('device'))
@@ -90,11 +81,28 @@ class LearnedContentRelPos(OffsetRelPos):
             nn.init.normal_(self.head_vector, std=self.head_vector.shape[1] ** -0.5, generator=generator)
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        embeds = self.row_embed, self.col_embed
-        resized = [resize_offset_embed(embed.detach(), 2 * size - 1) for embed, size in zip(embeds, grid_size)]
         super().set_grid_size(grid_size)
-        self.row_embed, self.col_embed = (
-            nn.Parameter(new, requires_grad=old.requires_grad) for new, old in zip(resized, embeds))
+        for name, size in zip(('row_embed', 'col_embed'), grid_size):
+            embed = self.get_parameter(name)
+            resized = resize_offset_embed(embed.detach(), 2 * size - 1)
+            setattr(self, name, nn.Parameter(resized, requires_grad=embed.requires_grad))
+
+    def offset_bias(self) -> torch.Tensor:
+        half, head_vector = self.row_embed.shape[1], self.head_vector
+        assert head_vector is not None
+        # AMP would round a matmul to half precision
+        row = (self.row_embed.unsqueeze(1) * head_vector[:, :half]).sum(dim=-1)
+        col = (self.col_embed.unsqueeze(1) * head_vector[:, half:]).sum(dim=-1)
+        return (row.unsqueeze(1) + col).flatten(0, 1)
+
+
+class LearnedContentRelPos(LearnedRelPos):
+    """The same embeddings r, multiplied by the queries: bias q^T r / sqrt(dim).
+
+    Together with the content term q^T k, these are the scores of Section 4.3 of the paper (and of arXiv 1906.05909).
+    """
+    name = 'learned_content'
+    depends_on_queries = True
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
         assert q is not None
@@ -108,26 +116,6 @@ class LearnedContentRelPos(OffsetRelPos):
         row = torch.einsum('bnhwd,hdk->bnhwk', q[..., :half].reshape(B, H, height, width, half), row_embed)
         col = torch.einsum('bnhwd,wdk->bnhwk', q[..., half:].reshape(B, H, height, width, D - half), col_embed)
         return (row.unsqueeze(-1) + col.unsqueeze(-2)).reshape(B, H, N, N)
-
-
-class LearnedRelPos(LearnedContentRelPos):
-    """The same embeddings r, multiplied by a learned vector v per head: bias v^T r.
-
-    The last term of Equation 8 of the paper.
-    """
-    name = 'learned'
-    depends_on_queries = False
-
-    def offset_bias(self) -> torch.Tensor:
-        half, head_vector = self.row_embed.shape[1], self.head_vector
-        assert head_vector is not None
-        # AMP would round a matmul to half precision
-        row = (self.row_embed.unsqueeze(1) * head_vector[:, :half]).sum(dim=-1)
-        col = (self.col_embed.unsqueeze(1) * head_vector[:, half:]).sum(dim=-1)
-        return (row.unsqueeze(1) + col).flatten(0, 1)
-
-    def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
-        return self.pair_bias()
 
 
 def resize_offset_embed(embed: torch.Tensor, length: int) -> torch.Tensor:

@@ -1,14 +1,10 @@
 """Pictures of attention. Needs matplotlib: pip install 'timm_cmhsa[plots]'."""
-from .data import (
-    PlotError as PlotError,
-    attention_from as attention_from,
-    in_order_of_training as in_order_of_training,
-    mean_attention as mean_attention,
-)
-from .draw import plot_attention as plot_attention
+from ..analysis import PlotError as PlotError, mean_attention as mean_attention
+from .draw import in_order_of_training as in_order_of_training, plot_attention as plot_attention
 from .explorer import explorer_html as explorer_html
 from .figures import (
     attention_figure as attention_figure,
+    attention_from as attention_from,
     statistics_figure as statistics_figure,
     statistics_movement_figure as statistics_movement_figure,
 )

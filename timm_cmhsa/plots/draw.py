@@ -1,26 +1,21 @@
 """One call from a model or its checkpoints to pictures of attention."""
+import re
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple, Union
 
 import torch
 from matplotlib import rc_context
 from matplotlib.figure import Figure
+from timm.utils import unwrap_model
 from torch import nn
 
-from ..errors import one_line
+from ..analysis import PlotError, attention_layers, attention_maps, mean_attention
+from ..checkpoint import load_model
 from ..files import PathLike
 from ..images import choose_images, evenly_spaced, to_pixels
-from .data import (
-    PlotError,
-    attention_from,
-    check_alike,
-    finite_maps,
-    layers_to_draw,
-    mean_attention,
-    open_models,
-)
-from .explorer import explorer_html
-from .figures import attention_figure, statistics_figure, statistics_movement_figure
+from .explorer import check_alike, explorer_html, model_name
+from .figures import attention_figure, attention_from, statistics_figure, statistics_movement_figure
 
 NUM_PAGE_IMAGES = 4
 History = Dict[str, Dict[str, Any]]  # by title of the checkpoint, then by name of the layer
@@ -55,7 +50,8 @@ def plot_attention(
     Raises:
         CheckpointError: If checkpoints or images cannot be read. Nothing was written.
         HubError: If a checkpoint cannot be downloaded. Nothing was written.
-        PlotError: If the attention cannot be drawn or written.
+        PlotError: If the attention cannot be drawn. Nothing was written.
+        OSError: If the pictures cannot be written.
     """
     attention: History = {}
     statistics: History = {}
@@ -66,22 +62,61 @@ def plot_attention(
             if pixels.dim() != 4 or not len(pixels):
                 raise PlotError(f'Input of shape {tuple(pixels.shape)} cannot be drawn: use images, (B, C, H, W).')
         check_alike(first, model)
-        drawn = layers_to_draw(model, layer)
+        layers = list(attention_layers(model))
+        if layer is not None and layer not in layers:
+            raise PlotError(f'There is no attention layer {layer!r}: choose one of {", ".join(layers)}.')
+        drawn = layers if layer is None else [layer]
         maps, measured = mean_attention(model, pixels)
         attention[title] = {name: attention_from(maps[name], query) for name in drawn}
         statistics[title] = {name: measured[name] for name in drawn}
     figures = draw_figures(attention, statistics, seen)
     if images is not None:
-        maps = finite_maps(model, pixels[:1])
+        maps = attention_maps(model, pixels[:1])
         figures['attention_image.png'] = attention_figure(
             {name: attention_from(maps[name], query) for name in drawn},
             f'{title}: attention for {names[0]}',
             to_pixels(pixels[:1], model)[0])
-    files: Dict[str, Union[Figure, str]] = {**figures}
+    page = None
     if html:
         shown = evenly_spaced(len(pixels), NUM_PAGE_IMAGES)
-        files['attention.html'] = explorer_html(model, pixels[shown], [names[i] for i in shown], layers=drawn)
-    return write_files(Path(output), files)
+        page = explorer_html(model, pixels[shown], [names[i] for i in shown], layers=drawn)
+    folder = Path(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, figure in figures.items():
+        figure.savefig(folder / name)
+    paths = [folder / name for name in figures]
+    if page is not None:
+        paths.append(folder / 'attention.html')
+        paths[-1].write_text(page, encoding='utf-8')
+    return paths
+
+
+def open_models(
+        source: Union[nn.Module, PathLike, Sequence[PathLike]],
+        architecture: Optional[str],
+        model_kwargs: Optional[Mapping[str, Any]],
+) -> Iterator[Tuple[str, nn.Module]]:
+    """Yield the title and the model of every checkpoint, or those of a model itself."""
+    if isinstance(source, nn.Module):
+        model = unwrap_model(source)
+        yield model_name(model), model
+        return
+    paths = [source] if isinstance(source, (str, Path)) else source
+    titles = [Path(path).name.split('.')[0] for path in paths]
+    if len(set(titles)) < len(paths):
+        titles = [str(path) for path in paths]
+    for title, path in zip(titles, paths):
+        yield title, load_model(path, architecture, **(model_kwargs or {}))
+
+
+def in_order_of_training(paths: Sequence[PathLike]) -> List[PathLike]:
+    """Sort neighbouring checkpoints of `train.py` by epoch, since a shell puts checkpoint-10 before checkpoint-9."""
+    def epoch(path: PathLike) -> int:
+        match = re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', Path(path).name)
+        return int(match[1]) if match else -1
+
+    runs = groupby(paths, key=lambda path: (Path(path).parent, epoch(path) < 0))
+    return [path for _, run in runs for path in sorted(run, key=epoch)]
 
 
 def draw_figures(attention: History, statistics: History, seen: str) -> Dict[str, Figure]:
@@ -97,17 +132,3 @@ def draw_figures(attention: History, statistics: History, seen: str) -> Dict[str
                 {title: layers[layer] for title, layers in attention.items()}, f'{layer}: attention, mean of {seen}')
         figures['statistics_movement.png'] = statistics_movement_figure(statistics)
     return figures
-
-
-def write_files(folder: Path, files: Mapping[str, Union[Figure, str]]) -> List[Path]:
-    """Write pictures and pages into a folder. Return their paths."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, content in files.items():
-            if isinstance(content, Figure):
-                content.savefig(folder / name)
-            else:
-                (folder / name).write_text(content, encoding='utf-8')
-    except OSError as e:
-        raise PlotError(f'{folder} cannot be written: {one_line(e)}') from e
-    return [folder / name for name in files]

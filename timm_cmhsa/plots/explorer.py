@@ -12,12 +12,27 @@ from PIL import Image
 from timm.utils import unwrap_model
 from torch import nn
 
-from ..analysis import AttentionMaps, layer_grid_size
-from ..images import to_pixels
-from .data import PlotError, check_alike, finite_maps, layers_to_draw, model_name, num_weights
+from ..analysis import AttentionMaps, PlotError, attention_layers, finite_maps, layer_grid_size, num_weights
+from ..images import data_config, to_pixels
 
 MAX_PAGE_BYTES = 64 * 2 ** 20
 STEPS = 255  # of a weight, as a share of the scale of its map
+
+
+def model_name(model: nn.Module) -> str:
+    return getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
+
+
+def check_alike(model: nn.Module, other: nn.Module) -> None:
+    """Refuse two models whose heads cannot be compared for the same images."""
+    shape, other_shape = (
+        (data_config(each)['input_size'],
+         {name: (layer.num_heads, tuple(layer_grid_size(each, layer)))
+          for name, layer in attention_layers(each).items()})
+        for each in (model, other))
+    if shape != other_shape:
+        raise PlotError(
+            'The models have different image sizes, attention layers, heads or grids: use checkpoints of one training.')
 
 
 def explorer_html(
@@ -45,7 +60,7 @@ def explorer_html(
     model, before = unwrap_model(model), None if before is None else unwrap_model(before)
     if before is not None:
         check_alike(model, before)
-    shown = {name: layer for name, layer in layers_to_draw(model).items() if layers is None or name in layers}
+    shown = {name: layer for name, layer in attention_layers(model).items() if layers is None or name in layers}
     num_maps = len(images) * (1 if before is None else 2)
     size = num_maps * sum(num_weights(model, layer) for layer in shown.values()) * 4 // 3  # base64
     if size > MAX_PAGE_BYTES:

@@ -1,6 +1,6 @@
 """Figures: the attention of all heads from one patch, and how much like a convolution the heads are."""
 import math
-from typing import List, Mapping, Optional, Tuple
+from typing import List, Mapping, NamedTuple, Optional, Tuple
 
 import numpy as np
 import torch
@@ -10,8 +10,7 @@ from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from ..analysis import HeadStatistics
-from .data import QueryAttention
+from ..analysis import AttentionMaps, HeadStatistics, PlotError
 
 MIN_WIDTH = 6  # inches, for the title
 ALIKE = 1e-3  # largest difference of heads that look alike, relative to the brightest
@@ -21,6 +20,29 @@ MEASURES = {
     'distance': ('distance of the centre from the query, patches', 'cividis', 1, '{:.1f}', 1),
     'entropy': ('entropy of the weights, nats: 0 is all on one patch', 'cividis', 1, '{:.1f}', 1),
 }
+
+
+class QueryAttention(NamedTuple):
+    """Attention of the heads of a layer from one patch."""
+    weights: torch.Tensor  # to every patch: (num_heads, h, w)
+    zero_key: Optional[torch.Tensor]  # to the zero key, if the layer has one: (num_heads,)
+    query: Tuple[int, int]  # row and column of the patch
+
+
+def attention_from(maps: AttentionMaps, query: Tuple[float, float] = (0.5, 0.5)) -> QueryAttention:
+    """Return the attention from one patch, averaged over the images.
+
+    Args:
+        maps: Attention of a layer.
+        query: Row and column, from 0 to 1, relative to the size of the image, since the grids of layers can differ.
+    """
+    if not all(0 <= place <= 1 for place in query):
+        raise PlotError(f'The query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')
+    row, col = (min(int(place * size), size - 1) for place, size in zip(query, maps.grid_size))
+    index = row * maps.grid_size[1] + col
+    weights = maps.weights[:, :, index].mean(dim=0).unflatten(-1, maps.grid_size).cpu()
+    zero_key = None if maps.zero_key is None else maps.zero_key[:, :, index].mean(dim=0).cpu()
+    return QueryAttention(weights, zero_key, (row, col))
 
 
 def attention_figure(
@@ -98,15 +120,8 @@ def statistics_figure(
     return figure
 
 
-def statistics_movement_figure(
-        history: Mapping[str, Mapping[str, List[HeadStatistics]]],
-        title: str = 'How much like a convolution the heads are, mean of every layer',
-) -> Figure:
-    """Draw the statistics over several checkpoints, as the mean over the heads of every layer.
-
-    Args:
-        history: Statistics by title of the checkpoint, then by name of the layer.
-    """
+def statistics_movement_figure(history: Mapping[str, Mapping[str, List[HeadStatistics]]]) -> Figure:
+    """Draw the statistics, by title of the checkpoint and name of the layer, as means over the heads of every layer."""
     layers = list(next(iter(history.values())))
     step = math.ceil(len(history) / 15)  # names of more would overlap
     figure = Figure(figsize=(12, 3.8), dpi=120, layout='constrained')
@@ -121,5 +136,5 @@ def statistics_movement_figure(
         axis.set_title(label, fontsize=9)
         axis.grid(alpha=0.3)
     figure.legend(handles=axes[0].get_lines(), loc='outside right upper', fontsize=7, frameon=False)
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle('How much like a convolution the heads are, mean of every layer', fontsize=10)
     return figure
