@@ -92,7 +92,8 @@ def open_model(source: PathLike) -> nn.Module:
     if os.path.exists(local_path(source)) or not timm.is_model_pretrained(name):
         checkpoint = Checkpoint.read(source)
         architecture = checkpoint.spec.architecture
-        if architecture is None or is_ours(architecture) or os.path.isfile(local_path(source)):
+        if (architecture is None or is_ours(architecture) or checkpoint.spec.attend
+                or os.path.isfile(local_path(source))):
             return _build(checkpoint)
         if not name.startswith(HUB_PREFIXES):
             name = f'local-dir:{local_path(source)}'

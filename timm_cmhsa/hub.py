@@ -2,7 +2,7 @@
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import timm
 import torch
@@ -16,7 +16,7 @@ from .checkpoint import LABEL_KEYS, Checkpoint, check_tensors
 from .errors import CheckpointError, HubError, one_line
 from .files import PICKLE_SUFFIXES, PathLike
 from .images import data_config
-from .models import Cmhsa
+from .models import Cmhsa, default_cfgs
 from .version import __version__
 
 _logger = logging.getLogger(__name__)
@@ -27,21 +27,28 @@ DESCRIPTIONS = {
                  'place of each attention. timm_cmhsa rewrites it exactly as self-attention.',
     'CmhsaAttn': 'Phase 2, the self-attention phase: a Vision Transformer with relative position bias, which can '
                  'express convolutions exactly.',
+    'attended': 'A convolutional network of timm in which timm_cmhsa has replaced convolutions by self-attention that '
+                'computed the same, and that was perhaps trained on from there.',
     'PixelAttn': 'A Vision Transformer on single pixels or small patches, with heads that attend by relative position.',
 }
 AUTHORS = {  # of the papers, and the year
     'arXiv:2111.01353': ('Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui', 2021),
     'arXiv:1911.03584': ('Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin', 2019),
 }
+USAGE_CREATE = '''import timm
+import timm_cmhsa  # registers the architecture
+
+model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()'''
+USAGE_ATTENDED = '''import timm
+import timm_cmhsa
+
+model = timm_cmhsa.load_model('hf-hub:{repo_id}')'''
 USAGE = '''```bash
 pip install git+{repository}
 ```
 
 ```python
-import timm
-import timm_cmhsa  # registers the architecture
-
-model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()
+{create}
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 ```
 
@@ -64,7 +71,8 @@ def save_for_hub(
     """Write config.json, model.safetensors and README.md, for `timm.create_model('local-dir:FOLDER', pretrained=True)`.
 
     Args:
-        model: Model of this package, or a wrapper of one, such as DistributedDataParallel.
+        model: Model of this package, a CNN of timm after `attend_convs`, which `load_model` reads, or a wrapper of
+            one, such as DistributedDataParallel.
         folder: New folder.
         repo_id: Name on the Hub that the model card refers to.
         force: Replace an earlier model in the folder.
@@ -81,9 +89,10 @@ def save_for_hub(
     """
     model = unwrap_model(model)
     source = getattr(model, 'pretrained_cfg', None)
-    if not isinstance(model, Cmhsa) or not source:
+    if not (isinstance(model, Cmhsa) or hasattr(model, 'attended')) or not source:
         raise CheckpointError(
-            f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model.')
+            f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model, or take '
+            'a CNN of timm after attend_convs.')
     if Path(folder).suffix in ('.safetensors', *PICKLE_SUFFIXES):
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
     check_tensors(model.state_dict(), 'The model')
@@ -167,8 +176,18 @@ def _checked_names(argument: str, names: Sequence[str]) -> List[str]:
     return [str(name) for name in names]
 
 
+def _mixer(model: Cmhsa) -> Dict[str, str]:
+    args = {'head_dim': model.embed_dim, **model.model_args()}
+    return {
+        'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
+        **({'Stem': model.stem} if model.stem else {}),
+        'Token mixer': (
+            '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
+            'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(**args))}
+
+
 def model_card(
-        model: Cmhsa,
+        model: Any,
         repo_id: str,
         license: Optional[str] = None,
         datasets: Sequence[str] = (),
@@ -180,24 +199,23 @@ def model_card(
     check_repo_id(repo_id)
     datasets = _checked_names('datasets', datasets)
     results = {metric: float(value) for metric, value in (results or {}).items()}
-    name, source, config, args = repo_id.split('/')[1], model.pretrained_cfg, data_config(model), model.model_args()
+    name, config = repo_id.split('/')[1], data_config(model)
+    source = model.pretrained_cfg if isinstance(model, Cmhsa) else default_cfgs['cmhsa_attn'].default.to_dict()
     task = 'image-classification' if model.num_classes else 'image-feature-extraction'
     paper, paper_id = source['paper_name'], source['paper_ids'].removeprefix('arXiv:')
     authors, year = AUTHORS[source['paper_ids']]
     dataset = datasets[0] if datasets else 'imagefolder'
+    kind = next((each.__name__ for each in type(model).__mro__ if each.__name__ in DESCRIPTIONS), 'attended')
+    create = USAGE_ATTENDED if kind == 'attended' else USAGE_CREATE
     card = ModelCard(generate_readme(model_name=name, model_card={
-        'description': next(DESCRIPTIONS[c.__name__] for c in type(model).__mro__ if c.__name__ in DESCRIPTIONS),
+        'description': DESCRIPTIONS[kind],
         'details': {
             'Model Stats': {
-                'Architecture': source['architecture'],
+                'Architecture': model.pretrained_cfg['architecture'],
                 'Params (M)': f'{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}',
                 'Image size': '{1} x {2}, {0} channels'.format(*config['input_size']),
-                'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
-                **({'Stem': model.stem} if model.stem else {}),
-                'Token mixer': (
-                    '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
-                    'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(
-                        **{'head_dim': model.embed_dim, **args})),
+                **(_mixer(model) if isinstance(model, Cmhsa) else {
+                    'Attention': ', '.join(name for call in model.attended for name in call['names'])}),
             },
             'Preprocessing': 'mean {mean}, std {std}, {interpolation}, {crop_mode} crop of {crop_pct}'.format(**config),
             **({'Dataset': datasets} if datasets else {}),
@@ -206,7 +224,7 @@ def model_card(
             'Paper': f'[{paper}](https://arxiv.org/abs/{paper_id})',
             'Made with': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
         },
-        'usage': USAGE.format(repo_id=repo_id, repository=REPOSITORY),
+        'usage': USAGE.format(create=create.format(repo_id=repo_id), repository=REPOSITORY),
         'citation': (
             f'@article{{arxiv{paper_id},\n  title={{{paper}}},\n  author={{{authors}}},\n'
             f'  journal={{arXiv preprint arXiv:{paper_id}}},\n  year={{{year}}}\n}}'),

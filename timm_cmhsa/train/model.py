@@ -10,7 +10,7 @@ from timm.utils.model import freeze_batch_norm_2d
 
 from ..attended import create_sized
 from ..checkpoint import Checkpoint
-from ..errors import one_line
+from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
 from ..models import Cmhsa, checkpoint_filter_fn
 
@@ -48,6 +48,10 @@ def create_model(
         ValueError: If there are no such weights, or they cannot be downloaded, or are of another model.
     """
     random_seed(seed)
+    if name.startswith(SOURCES) and (attended := _attended(name)) is not None:
+        if kwargs.get('num_classes', attended.num_classes) != attended.num_classes:
+            attended.reset_classifier(kwargs['num_classes'])
+        return attended
     has_weights = pretrained or name.startswith(SOURCES)
     overlay: Dict[str, Any] = {}
     if not has_weights and checkpoint is None:
@@ -67,6 +71,15 @@ def create_model(
     if checkpoint is not None:
         load_weights(model, checkpoint)
     return model
+
+
+def _attended(name: str) -> Any:
+    """Return a CNN with attention, which timm cannot create, or None."""
+    try:
+        checkpoint = Checkpoint.read(name)
+    except (CheckpointError, HubError):
+        return None  # timm says what is wrong
+    return checkpoint.model() if checkpoint.spec.attend else None
 
 
 def load_weights(model: Any, file: PathLike) -> None:

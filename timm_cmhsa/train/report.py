@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import CheckpointError, one_line
 from ..evaluation import MAX_CLASSES, Mistake, error_figures, find_mistakes, interval
-from ..files import replacing, write_csv
+from ..files import read_json, replacing, write_csv
 from ..hub import save_for_hub
 from ..images import data_config
 from ..models import Cmhsa
@@ -24,7 +24,7 @@ LOAD = '''```python
 import timm
 import timm_cmhsa  # its docs/publish.md and docs/attention.md show what to do next
 
-model = timm.create_model('local-dir:{folder}/model', pretrained=True).eval()
+model = {create}
 ```'''
 
 
@@ -137,7 +137,11 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     lines += ['', '| class, the worst first | validation images | top-1 |', '|---|---:|---:|']
     lines += [f'| {name} | {count} | {top1:.1f} |' for name, count, top1 in worst]
     lines += ['', 'All mistakes on the validation images, the most confident first, are in `mistakes.csv`.']
-    load = LOAD.format(folder=output) if (output / 'model').is_dir() else ''
+    load, folder = '', output / 'model'
+    if folder.is_dir():
+        is_attended = 'attend' in read_json(folder / 'config.json')
+        load = LOAD.format(create=f"timm_cmhsa.load_model('{folder}')" if is_attended else
+                           f"timm.create_model('local-dir:{folder}', pretrained=True).eval()")
     lines += ['', *(f'![{name}]({name})' for name in pictures), '', load, '']
     lines += ['Chosen (all options: `options.json`):', '', *(f'- {line}' for line in results['chosen']), '']
     return '\n'.join(lines)
