@@ -1,0 +1,156 @@
+"""Trainings that start from weights: of the Hub, a folder or a file, for other classes, and on to attention."""
+import json
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from timm.models import save_for_hf
+
+import timm_cmhsa
+from timm_cmhsa.train import create_model, train_two_phases
+
+SIDE = 32
+OPTIONS = dict(img_size=SIDE, epochs=2, batch_size=4, device='cpu')
+
+
+@pytest.fixture(scope='module')
+def photos(tmp_path_factory):
+    root = tmp_path_factory.mktemp('photos')
+    for split in ('train', 'validation'):
+        for label, name in enumerate(('cat', 'dog', 'owl')):
+            for i in range(4 if split == 'validation' or name != 'cat' else 28):
+                path = root / split / name / f'{i}.png'
+                path.parent.mkdir(parents=True, exist_ok=True)
+                pixels = np.random.RandomState(10 * label + i).randint(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(path)
+    return root
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+    """A trained CNN of five classes, as a folder."""
+    torch.manual_seed(0)
+    model = timm.create_model('test_efficientnet', num_classes=5)
+    folder = tmp_path_factory.mktemp('source') / 'model'
+    cfg = dict(model.pretrained_cfg, mean=(0.5,) * 3, std=(0.25,) * 3, crop_pct=0.875, input_size=(3, 48, 48))
+    save_for_hf(model, str(folder), {'pretrained_cfg': cfg}, safe_serialization=True)
+    return folder
+
+
+def weights(path):
+    return torch.load(path / 'checkpoints' / 'phase1.pth.tar', weights_only=True)['state_dict']
+
+
+def test_a_new_head_alone_learns(source, photos, tmp_path):
+    results = train_two_phases(
+        photos, output=tmp_path, model=f'local-dir:{source}', freeze=True, class_weights='balanced',
+        **{**OPTIONS, 'img_size': None})
+    assert results['options']['img_size'] == '48', "the model's own"
+    before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
+    model = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True)
+    assert model.pretrained_cfg['mean'] == [0.5] * 3
+    assert model.pretrained_cfg['crop_pct'] == 0.875
+    assert model.num_classes == 3
+    for name, tensor in model.state_dict().items():
+        assert name.startswith('classifier') or torch.equal(tensor, before[name]), name
+    created = create_model(f'local-dir:{source}', 48, seed=0, pretrained=True, num_classes=3).state_dict()
+    assert not torch.equal(created['classifier.weight'], model.state_dict()['classifier.weight'])
+
+
+def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
+    timm.models.push_to_hf_hub(
+        timm.create_model(f'local-dir:{source}', pretrained=True), 'alice/cnn', safe_serialization=True)
+    results = train_two_phases(
+        photos, output=tmp_path, model='hf-hub:alice/cnn', compare=[f'local-dir:{source}'], minutes=0.01, lr=1e-9,
+        **{**OPTIONS, 'epochs': None})
+    assert results['compare'].keys() == {f'local-dir:{source}'}
+    before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
+    for name, tensor in weights(tmp_path).items():
+        if name.endswith('.weight') and not name.startswith('classifier'):
+            torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize('form', ['state dict', 'training', 'ours'])
+def test_from_a_file(form, source, photos, tmp_path):
+    """Of another number of classes."""
+    name = 'test_cmhsa_conv_k3' if form == 'ours' else 'test_efficientnet'
+    model = timm.create_model(name, num_classes=5, **({'img_size': 64} if form == 'ours' else {}))
+    content = model.state_dict() if form == 'state dict' else {'state_dict': model.state_dict(), 'epoch': 3}
+    torch.save(content, tmp_path / 'old.pth')
+    train_two_phases(
+        photos, output=tmp_path / 'out', model=name, initial_checkpoint=tmp_path / 'old.pth', lr=1e-9, switch=1,
+        **OPTIONS)
+    trained = weights(tmp_path / 'out')
+    for key, tensor in model.state_dict().items():
+        if key.endswith('.weight') and 'head' not in key and 'classifier' not in key:
+            torch.testing.assert_close(trained[key], tensor, rtol=0, atol=1e-6)
+
+
+def test_phase_2_of_a_cnn(source, photos, tmp_path):
+    options = dict(OPTIONS, model=f'local-dir:{source}', attend=['blocks.2.*'], img_size=48)
+    results = train_two_phases(photos, output=tmp_path / 'out', switch=0.5, **options)
+    assert results['converted_top1'] == results['phase1_top1']
+    model = timm_cmhsa.load_model(tmp_path / 'out' / 'model')
+    assert model.attended[0]['peak'] == 0.75
+    assert 'timm_cmhsa.load_model(' in (tmp_path / 'out' / 'results.md').read_text()
+    again = timm_cmhsa.load_model(tmp_path / 'out' / 'checkpoints' / 'phase2.pth.tar')
+    images = torch.randn(2, 3, 48, 48)
+    assert torch.equal(model(images), again(images))
+    expected = model.state_dict()
+    train_two_phases(
+        photos, output=tmp_path / 'next', model=f'local-dir:{tmp_path}/out/model', lr=1e-9,
+        **{**OPTIONS, 'img_size': None})
+    for name, tensor in weights(tmp_path / 'next').items():
+        if name.endswith('.weight'):
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_unequal_classes_are_noted(photos, tmp_path):
+    results = train_two_phases(photos, output=tmp_path, model='test_resnet', switch=1, **OPTIONS)
+    assert any('7 times the images of the smallest: --class-weights balanced' in line for line in results['chosen'])
+
+
+@pytest.mark.parametrize(('options', 'message'), [
+    (dict(pretrained=True), '--pretrained needs a --model'),
+    (dict(model='test_cmhsa_attn', pretrained=True, switch=1), 'test_cmhsa_attn cannot be created with weights'),
+    (dict(model='resnet18.a1_in1k', pretrained=True), 'resnet18.a1_in1k cannot be created with weights'),
+    (dict(model='resnet18.nonsense', pretrained=True), 'resnet18.nonsense cannot be created with weights'),
+    (dict(model='hf-hub:alice/nothing'), 'hf-hub:alice/nothing cannot be created with weights'),
+    (dict(model='local-dir:nowhere'), 'local-dir:nowhere cannot be created with weights'),
+    (dict(initial_checkpoint='nowhere.pth'), 'nowhere.pth needs the name of the --model'),
+    (dict(initial_checkpoint='nowhere.pth', model='test_resnet', switch=1), 'nowhere.pth does not exist'),
+    (dict(model='test_resnet', freeze=True), '--freeze trains the classifier of a model with weights'),
+    (dict(model='test_resnet', minutes=1), '--epochs and --minutes are two lengths'),
+    (dict(model='test_resnet', attend=['nonsense']), "no convolution larger than one pixel named 'nonsense'"),
+])
+def test_bad_options_are_refused_before_any_training(options, message, photos, tmp_path, hub):
+    with pytest.raises((ValueError, timm_cmhsa.HubError), match=message):
+        train_two_phases(photos, output=tmp_path / 'out', **{**OPTIONS, **options})
+    assert not (tmp_path / 'out').exists()
+
+
+def test_a_file_of_another_model_is_refused(photos, tmp_path):
+    torch.save(timm.create_model('test_resnet').state_dict(), tmp_path / 'old.pth')
+    with pytest.raises(ValueError, match=r'old\.pth is not of this model, whose .* the file lacks it'):
+        train_two_phases(
+            photos, output=tmp_path / 'out', model='test_efficientnet', initial_checkpoint=tmp_path / 'old.pth',
+            **OPTIONS)
+
+
+def test_a_class_weighs_by_its_images(photos, tmp_path):
+    """With a frozen trunk of zeros the bias of the classifier learns the weighted shares of the classes, all alike."""
+    model = timm.create_model('test_efficientnet', num_classes=5)
+    for parameter in model.bn2.parameters():
+        torch.nn.init.zeros_(parameter)
+    torch.save(model.state_dict(), tmp_path / 'zeros.pth')
+    shares = []
+    for i, class_weights in enumerate((None, 'balanced')):
+        train_two_phases(
+            photos, output=tmp_path / str(i), model='test_efficientnet', initial_checkpoint=tmp_path / 'zeros.pth',
+            freeze=True, class_weights=class_weights, lr=0.05, smoothing=0., **{**OPTIONS, 'epochs': 10})
+        shares.append(weights(tmp_path / str(i))['classifier.bias'].softmax(dim=0)[0].item())
+    assert shares[0] > 0.6
+    assert 0.2 < shares[1] < 0.5
+    assert json.loads((tmp_path / '1' / 'options.json').read_text())['class_weights'] == 'balanced'
