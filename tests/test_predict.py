@@ -114,11 +114,12 @@ def test_folders_of_classes_are_evaluated(model, in_classes, tmp_path):
     table = result.stdout.split('top-1\n')[-1].splitlines()
     found = predict(model, in_classes)
     right = found.logits.argmax(dim=1) == found.targets
-    shares = {NAMES[i]: (int((found.targets == i).sum()), 100 * right[found.targets == i].float().mean().item())
+    shares = {i: (int((found.targets == i).sum()), 100 * right[found.targets == i].float().mean().item())
               for i in range(3)}
-    assert [(line.split()[0], int(line.split()[1]), float(line.split()[2])) for line in table] == [
-        (name, count, pytest.approx(share, abs=0.05))
-        for name, (count, share) in sorted(shares.items(), key=lambda each: (each[1][1], each[0]))]
+    rows = [line.split() for line in table]
+    assert [(int(i), name, int(count), float(share)) for i, name, count, share in rows] == [
+        (i, NAMES[i], count, pytest.approx(share, abs=0.05))
+        for i, (count, share) in sorted(shares.items(), key=lambda each: (each[1][1], each[0]))]
     assert len(read_csv(output)) == 25
     for name in ('confusion.png', 'mistakes.png'):
         assert min(Image.open(tmp_path / name).size) > 300

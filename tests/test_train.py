@@ -12,11 +12,16 @@ import numpy as np
 import pytest
 import timm
 import torch
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
 from helpers import run_python
+from matplotlib import rc_context
+from matplotlib.font_manager import fontManager
 from PIL import ExifTags, Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import timm_cmhsa
+from timm_cmhsa.evaluation import draw_confusion, text_style
 from timm_cmhsa.images import data_config, image_reader, load_image, read_folder
 from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
@@ -739,6 +744,39 @@ def test_names_are_text(tmp_path):
     assert {'results.md', 'curves.png', 'attention.png', 'confusion.png'} <= set(os.listdir(tmp_path / 'out'))
     labels = json.loads((tmp_path / 'out' / 'model' / 'config.json').read_text())['label_names']
     assert labels == ['$', '$$', 'a_b^c\\%', 'caf\u00e9', 'caf\ufffd']
+
+
+def test_letters_that_the_font_lacks(tmp_path):
+    """Another font is used that has them, and otherwise classes have numbers, as in the table of results.md."""
+    name = 'x\U00100123'  # for private use: no font has it
+    logits, targets = torch.eye(2), torch.arange(2)
+
+    def labels():
+        with rc_context(text_style(['cat', name])):
+            axis, = draw_confusion(logits, targets, ['cat', name]).axes
+            return [label.get_text() for label in axis.get_xticklabels()]
+
+    assert labels() == ['cat', '#1']
+    font = FontBuilder(1024)
+    font.setupGlyphOrder(['.notdef', 'cat'])
+    font.setupCharacterMap({0x100123: 'cat'})
+    pen = TTGlyphPen(None)
+    for point in ((0, 0), (500, 0), (500, 500)):
+        (pen.lineTo if point[0] else pen.moveTo)(point)
+    pen.closePath()
+    glyph = pen.glyph()
+    font.setupGlyf({'.notdef': glyph, 'cat': glyph})
+    font.setupHorizontalMetrics({'.notdef': (600, 0), 'cat': (600, 0)})
+    font.setupHorizontalHeader(ascent=824, descent=-200)
+    font.setupNameTable({'familyName': 'Cats', 'styleName': 'Regular'})
+    font.setupOS2()
+    font.setupPost()
+    font.save(tmp_path / 'cats.ttf')
+    fontManager.addfont(tmp_path / 'cats.ttf')
+    try:
+        assert labels() == ['cat', name]
+    finally:
+        fontManager.ttflist.pop()
 
 
 def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):

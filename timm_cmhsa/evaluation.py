@@ -1,10 +1,12 @@
 """How good a classifier is, and what it gets wrong. Needs matplotlib, scikit-learn and scipy: the extra `train`."""
 import math
 from functools import partial
-from typing import Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
+from matplotlib import rcParams
 from matplotlib.figure import Figure
+from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
 from PIL import Image
 from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
@@ -12,7 +14,7 @@ from sklearn.metrics import ConfusionMatrixDisplay
 MAX_CLASSES = 20  # of a confusion matrix, and of a table
 NUM_DRAWN, COLUMNS = 24, 6  # mistakes of a picture
 THUMBNAIL = 192  # pixels
-MAX_NAME = 20  # letters above a thumbnail
+MAX_NAME = 20  # letters in a picture
 
 Mistake = Tuple[int, int, int, float]  # index of an image, its class, what it is taken for, and its probability
 Figures = Dict[str, Callable[[], Figure]]
@@ -49,19 +51,45 @@ def error_figures(logits: torch.Tensor, targets: torch.Tensor, class_names: List
     return figures
 
 
+def text_style(names: Sequence[str]) -> Any:
+    """Return matplotlib's settings for names: text, not mathematics, in a further font if one has letters they need."""
+    families, missing = list(rcParams['font.family']), _missing(names)
+    fonts = [font for font in fontManager.ttflist if 'Last Resort' not in font.name]  # that has a box for any letter
+    for font in fonts if missing else ():
+        try:
+            if missing <= get_font(font.fname).get_charmap().keys():
+                families.append(font.name)
+                break
+        except (OSError, RuntimeError):  # a font that matplotlib cannot read
+            continue
+    return {'text.parse_math': False, 'font.family': families}
+
+
+def _missing(names: Sequence[str]) -> Set[int]:
+    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in rcParams['font.family']]
+    return {ord(char) for char in ''.join(names)} - {code for font in fonts for code in font.get_charmap()}
+
+
+def _labels(class_names: Sequence[str]) -> List[str]:
+    """Return names for a picture: short, and the number of the class where no font has its letters."""
+    return [f'#{i}' if _missing([name]) else name if len(name) <= MAX_NAME else f'{name[:MAX_NAME - 1]}…'
+            for i, name in enumerate(class_names)]
+
+
 def draw_confusion(logits: torch.Tensor, targets: torch.Tensor, class_names: List[str]) -> Figure:
     """Draw how many images of every class were taken for which."""
     size = 3 + 0.4 * len(class_names)
     figure = Figure((size, size), dpi=120, layout='constrained')
     ConfusionMatrixDisplay.from_predictions(
-        targets.numpy(), logits.argmax(dim=1).numpy(), labels=range(len(class_names)), display_labels=class_names,
-        cmap='Blues', colorbar=False, xticks_rotation='vertical', ax=figure.subplots())
+        targets.numpy(), logits.argmax(dim=1).numpy(), labels=range(len(class_names)),
+        display_labels=_labels(class_names), cmap='Blues', colorbar=False, xticks_rotation='vertical',
+        ax=figure.subplots())
     return figure
 
 
 def draw_mistakes(mistakes: Sequence[Mistake], load: Load, class_names: Sequence[str]) -> Figure:
     """Draw the first mistakes, one or more: each image, what it was taken for, how surely, and what it is."""
-    names = [name if len(name) <= MAX_NAME else f'{name[:MAX_NAME - 1]}…' for name in class_names]
+    names = _labels(class_names)
     rows = math.ceil(min(len(mistakes), NUM_DRAWN) / COLUMNS)
     figure = Figure((1.8 * COLUMNS, 2.2 * rows + 0.5), dpi=120, layout='constrained')
     empty = {'xticks': [], 'yticks': [], 'frame_on': False}

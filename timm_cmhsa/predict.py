@@ -152,10 +152,9 @@ def _show(predictions: Predictions, output: Optional[Path]) -> None:
 
         top1, right = accuracy(logits, targets)[0].item(), 100 * (logits.argmax(dim=1) == targets).float()
         print(f'\ntop-1 {top1:.2f} % of {number} images, 95 % interval {interval(top1, number)}\n')
-        classes = sorted((right[targets == i].mean().item(), names[i], int((targets == i).sum()))
-                         for i in targets.unique().tolist())
-        rows = [(name, count, f'{share:.1f}') for share, name, count in classes[:NUM_SHOWN]]
-        _print_table([('class, the worst first', 'images', 'top-1'), *rows])
+        classes = sorted((right[targets == i].mean().item(), i) for i in targets.unique().tolist())
+        rows = [(i, names[i], int((targets == i).sum()), f'{share:.1f}') for share, i in classes[:NUM_SHOWN]]
+        _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
 
 
 def _write(predictions: Predictions, output: Path, top: int, force: bool) -> None:
@@ -166,12 +165,12 @@ def _write(predictions: Predictions, output: Path, top: int, force: bool) -> Non
     if targets is not None:
         from matplotlib import rc_context
 
-        from .evaluation import error_figures
+        from .evaluation import error_figures, text_style
 
         figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
         for name, draw in figures.items():
-            with replacing(output.with_name(name), force) as new, rc_context({'text.parse_math': False}):
-                draw().savefig(new)  # names are text
+            with replacing(output.with_name(name), force) as new, rc_context(text_style(names)):
+                draw().savefig(new)
         for name in {*PICTURES} - figures.keys():
             output.with_name(name).unlink(missing_ok=True)  # of an earlier model
 

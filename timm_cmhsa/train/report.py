@@ -11,7 +11,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from ..errors import CheckpointError, one_line
-from ..evaluation import MAX_CLASSES, Mistake, error_figures, find_mistakes, interval
+from ..evaluation import MAX_CLASSES, Mistake, error_figures, find_mistakes, interval, text_style
 from ..files import read_json, replacing, write_csv
 from ..hub import save_for_hub
 from ..images import data_config
@@ -63,7 +63,6 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
         print(f'The model is only in checkpoints, as timm cannot load it by its name: {one_line(e)}')
 
 
-@rc_context({'text.parse_math': False})  # names are text
 def write_report(
         output: Path,
         results: Dict[str, Any],
@@ -86,7 +85,8 @@ def write_report(
     pictures = []
     for name, figure in draw.items():
         try:
-            figure().savefig(output / name)
+            with rc_context(text_style([*found.class_names, *results['curves']])):
+                figure().savefig(output / name)
             pictures.append(name)
         except PlotError:  # a model without attention that can be drawn
             continue
@@ -133,9 +133,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         for name, (lead, low, high) in leads.items():
             lines += ['', f'Lead over {name} on the same {split} images, in points, with its paired 95 % interval: '
                           f'{lead:+.2f} ({low:+.2f} to {high:+.2f}).']
-    worst = sorted(results['classes'], key=lambda each: each[2])[:MAX_CLASSES]
-    lines += ['', '| class, the worst first | validation images | top-1 |', '|---|---:|---:|']
-    lines += [f'| {name} | {count} | {top1:.1f} |' for name, count, top1 in worst]
+    worst = sorted(enumerate(results['classes']), key=lambda each: each[1][2])[:MAX_CLASSES]
+    lines += ['', '| # | class, the worst first | validation images | top-1 |', '|---:|---|---:|---:|']
+    lines += [f'| {i} | {name} | {count} | {top1:.1f} |' for i, (name, count, top1) in worst]
     lines += ['', 'All mistakes on the validation images, the most confident first, are in `mistakes.csv`.']
     load, folder = '', output / 'model'
     if folder.is_dir():
