@@ -5,9 +5,7 @@ import itertools
 import os
 import subprocess
 import sys
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -92,27 +90,11 @@ def test_refused_files_give_one_line(folder, url, name, message, capfd):
     assert capfd.readouterr() == ('', '')
 
 
-def test_addresses_are_not_downloaded(folder, url, monkeypatch):
-    requests = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self):
-            requests.append(self.path)
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write((folder / '0.png').read_bytes())
-
-    server = ThreadingHTTPServer(('127.0.0.1', 0), Handler)
-    threading.Thread(target=server.serve_forever).start()
+def test_addresses_are_not_downloaded(url, hub, monkeypatch):
     # so that Gradio would download from here, as it does from the rest of the world
     monkeypatch.setattr('gradio.processing_utils.PUBLIC_HOSTNAME_WHITELIST', ['127.0.0.1'])
-    try:
-        answer = look(url, f'http://127.0.0.1:{server.server_port}/0.png')
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert 'does not download' in answer['error']
-    assert requests == []
+    assert 'does not download' in look(url, f'{hub.url}/0.png')['error']
+    assert hub.requests == []
 
 
 def test_other_files_of_the_server_are_not_read(folder, url):
