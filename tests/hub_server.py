@@ -49,7 +49,7 @@ class HubServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     def reset(self):
-        self.repositories, self.failures = {}, {}
+        self.repositories, self.failures, self.requests = {}, {}, []
 
     def files(self, repo_id, revision='main'):
         repository = self.repositories[repo_id]
@@ -65,6 +65,7 @@ class Handler(BaseHTTPRequestHandler):
     def handle_method(self):
         url = urlsplit(self.path)
         path, self.query = unquote(url.path), parse_qs(url.query)
+        self.server.requests.append(path)
         self.body = self.rfile.read(int(self.headers.get('Content-Length') or 0))
         try:
             for pattern, status in self.server.failures.items():

@@ -52,11 +52,11 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
                   if isinstance(each, (Attention, relpos.RelPosAttention, beit.Attention))}
     layers = {name: layer for name, layer in layers.items() if layer.num_heads}
     if not layers:
-        found = {type(each).__name__ for each in modules.values() if 'Attention' in type(each).__name__}
+        found = {type(each).__name__ for each in modules.values() if hasattr(each, 'attn_drop')}  # timm's attention
         raise PlotError(
             f'{type(model).__name__} has no attention that can be drawn (found: {", ".join(sorted(found)) or "none"}): '
             'use a phase-2 model (convert_model, not yet reparameterized), a CNN after attend_convs, or a '
-            f'{", ".join(each.__name__ for each in STOCK)} of timm.')
+            'VisionTransformer, VisionTransformerRelPos or Beit of timm.')
     return layers
 
 

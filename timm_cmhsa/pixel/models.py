@@ -56,8 +56,6 @@ class PositionalAttention(nn.Module):
         Heads are as wide as tokens. Without heads, the output is the same for all tokens.
         """
         super().__init__()
-        if num_heads < 0:
-            raise ValueError(f'{num_heads=} must not be negative.')
         if rel_pos not in ENCODINGS:
             raise ValueError(f'{rel_pos=} is not an encoding of pixel models: use {", ".join(ENCODINGS)}.')
         dd: Any = {'device': device, 'dtype': dtype}
@@ -151,11 +149,9 @@ class PixelAttn(Cmhsa):
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
     """Pad or crop the offset embeddings of a checkpoint for another image size."""
-    embeds = {
-        name: len(parameter) for name, parameter in model.named_parameters()
-        if name.endswith(('rel_pos.row_embed', 'rel_pos.col_embed'))}
+    lengths = {name: len(parameter) for name, parameter in model.named_parameters() if name.endswith('_embed')}
     return {
-        name: resize_offset_embed(tensor, embeds[name]) if name in embeds else tensor
+        name: resize_offset_embed(tensor, lengths[name]) if name in lengths else tensor
         for name, tensor in state_dict.items()}
 
 
