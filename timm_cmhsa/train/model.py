@@ -9,7 +9,7 @@ from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
 
 from ..attended import create_sized
-from ..checkpoint import Checkpoint
+from ..checkpoint import LABEL_KEYS, Checkpoint
 from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
 from ..models import Cmhsa, checkpoint_filter_fn
@@ -25,7 +25,7 @@ def create_model(
         name: str,
         img_size: Optional[int],
         seed: int,
-        crop_mode: str = 'center',
+        crop_mode: Optional[str] = None,
         pretrained: bool = False,
         checkpoint: Optional[PathLike] = None,
         **kwargs: Any,
@@ -39,7 +39,7 @@ def create_model(
         name: Name in timm, with a tag or not; 'hf-hub:USER/NAME' or 'local-dir:FOLDER', which have weights.
         img_size: Pixels of a side; None for the model's own.
         seed: Of new weights.
-        crop_mode: How oblong images become square, in timm's terms.
+        crop_mode: How oblong images become square, in timm's terms; None for the model's own way.
         pretrained: Start from timm's weights of that name.
         checkpoint: File to start from, see `load_weights`.
         **kwargs: Arguments of `timm.create_model`.
@@ -63,13 +63,15 @@ def create_model(
         raise
     except Exception as e:  # timm and the Hub have many kinds
         raise ValueError(f'{name} cannot be created{" with weights" * has_weights}: {one_line(e)}') from e
-    cfg: Dict[str, Any] = dict(model.pretrained_cfg, crop_mode=crop_mode)
+    cfg: Dict[str, Any] = dict(model.pretrained_cfg)
+    if checkpoint is not None:
+        cfg.update(load_weights(model, checkpoint))
+    if crop_mode is not None:
+        cfg['crop_mode'] = crop_mode
     if img_size is not None:
         in_chans = kwargs.get('in_chans', cfg['input_size'][0])
         cfg.update(input_size=(in_chans, img_size, img_size), test_input_size=None)
     model.pretrained_cfg = model.default_cfg = cfg
-    if checkpoint is not None:
-        load_weights(model, checkpoint)
     return model
 
 
@@ -82,13 +84,17 @@ def _attended(name: str) -> Any:
     return checkpoint.model() if checkpoint.spec.attend else None
 
 
-def load_weights(model: Any, file: PathLike) -> None:
+def load_weights(model: Any, file: PathLike) -> Dict[str, Any]:
     """Load a checkpoint or state dict, without a classifier of another number of classes.
+
+    Returns:
+        How images are prepared for it, as far as the file says.
 
     Raises:
         ValueError: If it is of another model.
     """
-    tensors, own = Checkpoint.read(file).tensors, model.state_dict()
+    checkpoint, own = Checkpoint.read(file), model.state_dict()
+    tensors = checkpoint.tensors
     if isinstance(model, Cmhsa):
         tensors = checkpoint_filter_fn(tensors, model)
     names = model.pretrained_cfg['classifier']
@@ -103,6 +109,7 @@ def load_weights(model: Any, file: PathLike) -> None:
             f'{file} is not of this model, whose {others[0]} is {tuple(own[others[0]].shape)}: the file {found}. Give '
             'the --model that it is of, with its arguments.')
     model.load_state_dict(fitting, strict=False)
+    return {key: value for key, value in checkpoint.spec.pretrained_cfg.items() if key not in LABEL_KEYS}
 
 
 def freeze_features(model: Any) -> None:

@@ -5,7 +5,7 @@ import math
 import os
 from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, List, Mapping
 
 import timm
 import torch
@@ -135,7 +135,7 @@ def choose_options(
         args: argparse.Namespace,
         images: Images,
         before: Mapping[str, str] = {},
-        own_size: Optional[int] = None,
+        own: Mapping[str, Any] = {},
 ) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice.
 
@@ -143,7 +143,7 @@ def choose_options(
         args: Options of the command.
         images: What was found of images.
         before: Fingerprint of the run, if it was begun on another machine: what was chosen for that is kept.
-        own_size: Pixels of a side that a model was trained with whose weights the run starts from.
+        own: How images are prepared for the weights that the run starts from (`data_config`), if it does.
     """
     args.num_images, args.classes, args.files = len(images.splits['train']), images.class_names, images.digest
     notes: List[str] = []
@@ -157,8 +157,9 @@ def choose_options(
                 notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
     size = max((each for each in SIZES if each <= 1.15 * images.side), default=SIZES[0])
-    if own_size is not None:
-        choose('img_size', own_size, 'that of the weights')
+    if own:
+        choose('img_size', own['input_size'][-1], 'that of the weights')
+        choose('fit', next(fit for fit, mode in CROP_MODES.items() if mode == own['crop_mode']), 'that of the weights')
     choose('img_size', size, f'the shorter side of the images is {images.side} pixels')
     choose('fit', 'squash' if images.cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
     if args.fit == 'crop' and images.cropped > CROPPED_NOTED:
@@ -181,20 +182,20 @@ def choose_options(
     if unequal > UNEQUAL and not args.class_weights:
         notes.append(f'the largest class has {unequal:.0f} times the images of the smallest: '
                      '--class-weights balanced weighs all classes alike')
-    total, least = (PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS) if own_size else (STEPS, MIN_EPOCHS)
+    total, least = (PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS) if own else (STEPS, MIN_EPOCHS)
     if args.minutes is None:
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
     lr_scale = min(args.batch_size * args.grad_accum_steps * args.world_size / LR_BATCH, 1.) ** 0.5
-    lr = HEAD_LR if args.freeze else PRETRAINED_LR if own_size else HYBRID_LR if is_hybrid else LR
+    lr = HEAD_LR if args.freeze else PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
     if args.compare:
-        choose('compare_lr', args.lr or float(f'{(lr if own_size else LR) * lr_scale:.1e}'), 'of AdamW, for the others')
-    kind = 'weights that are there' if own_size else 'small models'
+        choose('compare_lr', args.lr or float(f'{(lr if own else LR) * lr_scale:.1e}'), 'of AdamW, for the others')
+    kind = 'weights that are there' if own else 'small models'
     fewer = f', times the square root of {lr_scale ** 2:g} as steps are smaller' if lr_scale < 1 else ''
     choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for {kind} and AdamW{fewer}')
-    switch = ATTEND_SWITCH if args.attend else 1. if is_hybrid or own_size else 0.4
+    switch = ATTEND_SWITCH if args.attend else 1. if is_hybrid or own else 0.4
     choose('switch', switch, 'of the epochs are phase 1')
-    if own_size:
+    if own:
         choose('layer_decay', PRETRAINED_LAYER_DECAY, 'weights of early layers change least')
         choose('mixup_prob', 0., 'in few epochs images are not mixed')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')

@@ -162,11 +162,12 @@ def _prepare(
     init_distributed_device(args)
     check_options(args)
     images = open_images(args)
-    own_size = None
+    own: Dict[str, Any] = {}
     if starts_from_weights(args):
-        own = create_model(args.model, None, args.seed, pretrained=args.pretrained, **(args.model_kwargs or {}))
-        own_size = data_config(own)['input_size'][-1]
-    chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own_size)]
+        own = data_config(create_model(
+            args.model, None, args.seed, pretrained=args.pretrained, checkpoint=args.initial_checkpoint,
+            **(args.model_kwargs or {})))
+    chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own)]
     common: Dict[str, Any] = dict(
         img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit],
         pretrained=args.pretrained)
