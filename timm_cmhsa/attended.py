@@ -1,15 +1,15 @@
 """CNNs of timm with attention in place of convolutions: what a config.json says about one, and the model made of it."""
 import reprlib
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any, Mapping, Sequence
 
 import timm
 import torch
 from timm.layers import to_2tuple
-from torch import nn
 
 from .attention import RelPosAttention
 from .cnn import AttendedConv2d, attend_convs
 from .errors import CheckpointError, one_line
+from .files import is_ours
 
 MAX_NAMES, MAX_PATCH = 1000, 64  # of convolutions, and pixels
 
@@ -22,12 +22,8 @@ def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
         return timm.create_model(name, **kwargs)
 
 
-def checked_attend(attend: Any, source: str) -> List[Dict[str, Any]]:
-    """Return the arguments of `attend_convs`, call by call.
-
-    Raises:
-        CheckpointError: If they are no such arguments.
-    """
+def _is_attend(attend: Any) -> bool:
+    """Return whether these are arguments of `attend_convs`, call by call."""
     def is_good(call: Any) -> bool:
         if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
             return False
@@ -36,9 +32,7 @@ def checked_attend(attend: Any, source: str) -> List[Dict[str, Any]]:
                 and type(patch_size) is int and 0 < patch_size <= MAX_PATCH
                 and (peak is None or (type(peak) is float and 0 < peak < 1)))
 
-    if not isinstance(attend, list) or not all(map(is_good, attend)):
-        raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
-    return attend
+    return isinstance(attend, list) and all(map(is_good, attend))
 
 
 def check_attended(model: Any, architecture: str, args: Mapping[str, Any]) -> None:
@@ -50,12 +44,12 @@ def check_attended(model: Any, architecture: str, args: Mapping[str, Any]) -> No
 
 
 def create_attended(
-        architecture: str,
+        architecture: Any,
         args: Mapping[str, Any],
-        attend: Sequence[Mapping[str, Any]],
+        attend: Any,
         tensors: Mapping[str, torch.Tensor],
         source: str,
-) -> nn.Module:
+) -> Any:
     """Create a CNN of timm, attend its convolutions, and load tensors, in eval mode.
 
     Args:
@@ -68,6 +62,10 @@ def create_attended(
     Raises:
         CheckpointError: If they do not fit each other.
     """
+    if not _is_attend(attend):
+        raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
+    if not isinstance(architecture, str) or not timm.is_model(architecture) or is_ours(architecture):
+        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
     _check_others(architecture, args, attend, tensors, source)
     model = create_sized(architecture, **args)
     try:

@@ -23,7 +23,7 @@ from timm.layers import to_2tuple
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
-from .attended import check_attended, checked_attend, create_attended
+from .attended import check_attended, create_attended
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
 from .files import PICKLE_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
@@ -66,8 +66,8 @@ def load_model(
         architecture: Optional[str] = None,
         use_ema: bool = True,
         **model_kwargs: Any,
-) -> Cmhsa:
-    """Load a model of this package, in eval mode, on the CPU.
+) -> Any:
+    """Load a model of this package, or a CNN that was saved after `attend_convs`, in eval mode, on the CPU.
 
     Args:
         source: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on
@@ -80,7 +80,7 @@ def load_model(
         CheckpointError: If the checkpoint cannot be read, or is not of this model.
         HubError: If it cannot be downloaded.
     """
-    return _build(Checkpoint.read(source, use_ema), architecture, **model_kwargs)
+    return build_model(Checkpoint.read(source, use_ema), architecture, **model_kwargs)
 
 
 def open_model(source: PathLike) -> nn.Module:
@@ -94,7 +94,7 @@ def open_model(source: PathLike) -> nn.Module:
         architecture = checkpoint.spec.architecture
         if (architecture is None or is_ours(architecture) or checkpoint.spec.attend
                 or os.path.isfile(local_path(source))):
-            return _build(checkpoint)
+            return build_model(checkpoint)
         if not name.startswith(HUB_PREFIXES):
             name = f'local-dir:{local_path(source)}'
     try:
@@ -104,9 +104,16 @@ def open_model(source: PathLike) -> nn.Module:
         raise error(f'{source} cannot be loaded by timm.create_model: {one_line(e, 300)}') from e
 
 
-def _build(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Cmhsa:
-    model = checkpoint.model(architecture, **model_kwargs)
-    for note in checkpoint.spec.notes:
+def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
+    """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
+    spec = checkpoint.spec
+    if spec.attend:
+        args = {**spec.model_args, **model_kwargs}
+        model = create_attended(spec.architecture, args, spec.attend, checkpoint.tensors, checkpoint.source)
+        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
+    else:
+        model = checkpoint.model(architecture, **model_kwargs)
+    for note in spec.notes:
         _logger.warning('%s: %s', checkpoint.source, note)
     return model
 
@@ -118,7 +125,7 @@ class Spec:
     model_args: Dict[str, Any] = field(default_factory=dict)  # of `timm.create_model`
     pretrained_cfg: Dict[str, Any] = field(default_factory=dict)  # preprocessing and label names
     notes: List[str] = field(default_factory=list)  # what was chosen or assumed, for a report
-    attend: List[Dict[str, Any]] = field(default_factory=list)  # calls of `attend_convs`, if it is another CNN of timm
+    attend: Any = field(default_factory=list)  # calls of `attend_convs`, if it is a CNN of timm
 
 
 @dataclass
@@ -177,14 +184,8 @@ class Checkpoint:
         cfg.update(num_classes=args.pop('num_classes'), input_size=(model.in_chans, *model.patch_embed.img_size))
         return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
 
-    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
+    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Cmhsa:
         """Build the model around the tensors, in eval mode. Arguments and errors are those of `load_model`."""
-        if self.spec.attend:
-            attended: Any = create_attended(
-                str(self.spec.architecture), {**self.spec.model_args, **model_kwargs}, self.spec.attend, self.tensors,
-                self.source)
-            attended.pretrained_cfg = attended.default_cfg = {**attended.pretrained_cfg, **self.spec.pretrained_cfg}
-            return attended
         name, args, assumed = self._model_args(architecture, model_kwargs)
         try:
             if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
@@ -362,10 +363,7 @@ def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     for key, value in cfg.items():
         if not isinstance(value, kinds.get(key, (tuple, list))):
             raise CheckpointError(f'{source}: {key}={reprlib.repr(value)} is not what timm expects.')
-    attend = checked_attend(config.get('attend', []), source)
-    if attend and (architecture is None or not timm.is_model(architecture) or is_ours(architecture)):
-        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
-    return Spec(architecture, checked_args(model_args, source), cfg, attend=attend)
+    return Spec(architecture, checked_args(model_args, source), cfg, attend=config.get('attend') or [])
 
 
 def _config_of_training(content: Mapping[str, Any]) -> Dict[str, Any]:

@@ -9,7 +9,7 @@ from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
 
 from ..attended import create_sized
-from ..checkpoint import LABEL_KEYS, Checkpoint
+from ..checkpoint import LABEL_KEYS, Checkpoint, build_model
 from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
 from ..models import Cmhsa, checkpoint_filter_fn
@@ -81,7 +81,7 @@ def _attended(name: str) -> Any:
         checkpoint = Checkpoint.read(name)
     except (CheckpointError, HubError):
         return None  # timm says what is wrong
-    return checkpoint.model() if checkpoint.spec.attend else None
+    return build_model(checkpoint) if checkpoint.spec.attend else None
 
 
 def load_weights(model: Any, file: PathLike) -> Dict[str, Any]:

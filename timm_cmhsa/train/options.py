@@ -18,7 +18,7 @@ from .model import SOURCES, starts_from_weights
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
 PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS = 600, 5
-PRETRAINED_LR, PRETRAINED_LAYER_DECAY, HEAD_LR = 5e-4, 0.75, 2e-3
+PRETRAINED_LR, PRETRAINED_LAYER_DECAY, HEAD_LR = 2e-3, 0.9, 2e-3
 ATTEND_SWITCH = 0.5  # of phase 1, where phase 2 is of another CNN
 UNEQUAL = 5  # times the images of the smallest class
 MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
