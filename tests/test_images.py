@@ -90,3 +90,10 @@ def test_more_than_8_bits_are_refused(colour_type, channels, tmp_path):
     write_png_of_16_bits(tmp_path / 'a.png', colour_type, channels)
     with pytest.raises(ValueError, match='more than 8 bits per channel'):
         load_image(tmp_path / 'a.png')
+
+
+@pytest.mark.parametrize(('kind', 'channels'), [('P5', 1), ('P6', 3)])
+def test_netpbm_of_more_than_8_bits_is_refused(kind, channels, tmp_path):
+    (tmp_path / 'a.ppm').write_bytes(f'{kind} 4 4 4095\n'.encode() + b'\x0f\xff' * 16 * channels)
+    with pytest.raises(ValueError, match='more than 8 bits per channel'):
+        load_image(tmp_path / 'a.ppm')

@@ -130,7 +130,9 @@ def as_seen(image: Image.Image, mode: str = 'RGB', side: Optional[int] = None) -
     Raises:
         ValueError: If 8 bits cannot hold it: Pillow would clip gray values, and drop the low byte of colours.
     """
-    if image.mode[0] in 'IF' or any(';16' in str(tile[3]) for tile in getattr(image, 'tile', ())):
+    is_deep = any(';16' in str(args) or (codec.startswith('ppm') and args[1] > 255)
+                  for codec, _, _, args in getattr(image, 'tile', ()))
+    if is_deep or image.mode[0] in 'IF':
         raise ValueError('it has more than 8 bits per channel: convert it')
     image = ImageOps.exif_transpose(image)
     if image.has_transparency_data:
