@@ -1,12 +1,13 @@
 """The models of a run: made by their names, or started from weights, for the images and classes at hand."""
 from argparse import Namespace
 from functools import partial
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Optional, Tuple
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
+from torch import nn
 
 from ..attended import create_sized
 from ..checkpoint import LABEL_KEYS, Checkpoint, build_model
@@ -14,6 +15,7 @@ from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
 from ..models import Cmhsa, checkpoint_filter_fn
 
+CLASSIFIER_STD = 0.01
 SOURCES = 'hf-hub:', 'local-dir:'  # of models with weights, before their names
 
 
@@ -51,6 +53,7 @@ def create_model(
     if name.startswith(SOURCES) and (attended := _attended(name)) is not None:
         if kwargs.get('num_classes', attended.num_classes) != attended.num_classes:
             attended.reset_classifier(kwargs['num_classes'])
+            _start_classifier(attended)
         return attended
     has_weights = pretrained or name.startswith(SOURCES)
     overlay: Dict[str, Any] = {}
@@ -64,6 +67,8 @@ def create_model(
     except Exception as e:  # timm and the Hub have many kinds
         raise ValueError(f'{name} cannot be created{" with weights" * has_weights}: {one_line(e)}') from e
     cfg: Dict[str, Any] = dict(model.pretrained_cfg)
+    if has_weights and model.num_classes != cfg['num_classes']:
+        _start_classifier(model)
     if checkpoint is not None:
         cfg.update(load_weights(model, checkpoint))
     if crop_mode is not None:
@@ -108,14 +113,28 @@ def load_weights(model: Any, file: PathLike) -> Dict[str, Any]:
         raise ValueError(
             f'{file} is not of this model, whose {others[0]} is {tuple(own[others[0]].shape)}: the file {found}. Give '
             'the --model that it is of, with its arguments.')
+    if any(name not in fitting for name in own if name.startswith(heads)):
+        _start_classifier(model)
     model.load_state_dict(fitting, strict=False)
     return {key: value for key, value in checkpoint.spec.pretrained_cfg.items() if key not in LABEL_KEYS}
 
 
 def freeze_features(model: Any) -> None:
     """Leave nothing but the classifier to learn; batch norm keeps its statistics. timm's `unfreeze` ends it."""
-    head = model.get_classifier()
     model.requires_grad_(False)
     freeze_batch_norm_2d(model)
-    for each in head if isinstance(head, tuple) else (head,):
-        each.requires_grad_(True)
+    for layer in _classifiers(model):
+        layer.requires_grad_(True)
+
+
+def _start_classifier(model: Any) -> None:
+    """Make the weights of a new classifier small: those of some models of timm are so large that features suffer."""
+    for layer in _classifiers(model):
+        for linear in (each for each in layer.modules() if isinstance(each, nn.Linear)):
+            nn.init.trunc_normal_(linear.weight, std=CLASSIFIER_STD)
+            nn.init.zeros_(linear.bias)
+
+
+def _classifiers(model: Any) -> Tuple[nn.Module, ...]:
+    head = model.get_classifier()  # distilled models have two
+    return head if isinstance(head, tuple) else (head,)
