@@ -56,7 +56,7 @@ def test_a_new_head_alone_learns(source, photos, tmp_path):
     for name, tensor in model.state_dict().items():
         assert name.startswith('classifier') or torch.equal(tensor, before[name]), name
     created = create_model(f'local-dir:{source}', 48, seed=0, pretrained=True, num_classes=3).state_dict()
-    assert created['classifier.weight'].abs().max() < 0.03, 'timm has 0.58 here, which throws features away'
+    assert created['classifier.weight'].abs().max() < 0.1, 'timm has 0.58 here, which throws features away'
     assert not torch.equal(created['classifier.weight'], model.state_dict()['classifier.weight'])
 
 
