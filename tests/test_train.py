@@ -91,7 +91,7 @@ def test_results(finished):
     assert f'the same validation images, in points, with its paired 95 % interval: {lead:+.2f}' in text
     assert all(line in text for line in results['chosen'])
     assert '33% of them are of the largest class, cat.' in text
-    classes = re.findall(r'^\| (cat|dog|owl) \| (\d+) \| (.*) \|$', text, re.M)
+    classes = re.findall(r'^\| \d \| (cat|dog|owl) \| (\d+) \| (.*) \|$', text, re.M)
     assert {name: int(count) for name, count, _ in classes} == dict.fromkeys(CLASSES, 4)
     assert [float(top1) for *_, top1 in classes] == sorted(float(top1) for *_, top1 in classes)
     assert np.mean([float(top1) for *_, top1 in classes]) == pytest.approx(results['top1'])

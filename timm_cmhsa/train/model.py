@@ -74,7 +74,7 @@ def create_model(
     if crop_mode is not None:
         cfg['crop_mode'] = crop_mode
     if img_size is not None:
-        in_chans = kwargs.get('in_chans', cfg['input_size'][0])
+        in_chans = kwargs.get('in_chans', cfg.get('input_size', (3,))[0])  # people's own models may lack it
         cfg.update(input_size=(in_chans, img_size, img_size), test_input_size=None)
     model.pretrained_cfg = model.default_cfg = cfg
     return model
