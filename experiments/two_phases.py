@@ -15,7 +15,7 @@ from typing import Any, Dict, List, Tuple
 import torch
 from common.images import photos
 from common.options import make_parser
-from common.report import make_figure, markdown_table, plot_mean_and_range, seeds_note, spread, write_whole
+from common.report import make_figure, markdown_table, plot_mean_and_range, seeds_note, show, spread
 
 from timm_cmhsa.train import train_two_phases
 
@@ -46,9 +46,7 @@ def main() -> None:
             output = args.output / f'{title.replace(" ", "_")}-{seed}'
             results[title].append(train_two_phases(images, output=output, seed=seed, **options))
     draw(results, args.output / 'rewrite.png')
-    table = markdown(results)
-    write_whole(args.output / 'results.md', table)
-    print(table)
+    show(markdown(results), args.output / 'results.md')
 
 
 def curve(results: Dict[str, Any]) -> List[Tuple[float, float]]:
