@@ -205,8 +205,8 @@ def do(run: Run, output: Path) -> Result:
                         for old, new in zip(tables(before), tables(after))), default=None),
         device=f'{name} in {"float32" if dtype == "None" else dtype}',
         versions=VERSIONS,
-        curves={'epoch': [point['epoch'] - earlier['epoch'] for point in history],
-                **{key: [point[key] for point in history] for key in ('train_loss', 'loss', 'top1')}},
+        curves={key: [point[key] - earlier.get(key, 0) for point in history]
+                for key in ('epoch', 'seconds', 'train_loss', 'loss', 'top1')},
     )
 
 
