@@ -6,7 +6,7 @@ import pytest
 import timm
 import torch
 import yaml
-from table1_cifar100 import DEFAULT_RATES
+from table1_cifar100 import DEFAULT_RATES, ROWS
 from timm.optim import create_optimizer_v2
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -29,7 +29,7 @@ COMMON = dict(
     min_lr=1e-5, opt='adamw', opt_eps=1e-8, opt_betas=[0.9, 0.999], weight_decay=0.05, cooldown_epochs=0)
 
 
-@pytest.mark.parametrize('name', ['cmhsa_conv_k3', 'cmhsa_conv_k5', 'cmhsa_attn', 'vit_base', 'deit_small', 'deit_base'])
+@pytest.mark.parametrize('name', sorted({recipe for row in ROWS for recipe in row.recipes}))
 def test_recipe_is_appendix_b(name):
     recipe, ours, second = RECIPES[name], name.startswith('cmhsa'), name == 'cmhsa_attn'
     expected = {
