@@ -1,9 +1,8 @@
 """What only a GPU can show, within ten minutes: python benchmarks/gpu.py [FOLDER]
 
 Runs the tests of tests/test_cuda.py, then benchmarks/speed.py in bfloat16, then the same compiled. Writes report.md,
-log.txt and JSON into the folder, after each part. A part that fails or takes too long does not stop the next, and time
-that it leaves is the next one's. Speed goes on from what a stopped run of the same folder has measured. Ends with 2
-where there is no CUDA GPU, with 1 where a part did not pass.
+logs and JSON into the folder, after each part. A part that fails or takes too long does not stop the next, and time
+that it leaves is the next one's. Speed goes on from what a stopped run of the same folder has measured.
 """
 import argparse
 import contextlib
@@ -16,8 +15,11 @@ import time
 from pathlib import Path
 from typing import List
 
+import timm
 import torch
 
+if not hasattr(timm.layers, 'resolve_self_attn_mask'):
+    sys.exit(f'timm {timm.__version__} is too old: carry 1.0.26 or later along, and name its folder in PYTHONPATH.')
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # The package need not be installed.
@@ -37,8 +39,7 @@ def main() -> None:
     add('--quick', action='store_true', help='the smallest form of everything, on a CPU too: is this script in order?')
     args = parser.parse_args()
     if not (torch.cuda.is_available() or args.quick):
-        print('There is no CUDA GPU here.', file=sys.stderr)
-        sys.exit(2)
+        sys.exit('There is no CUDA GPU here.')
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no part outlives this script
     start, device = time.monotonic(), 'cuda' if torch.cuda.is_available() else 'cpu'
     args.folder.mkdir(parents=True, exist_ok=True)
@@ -53,28 +54,24 @@ def main() -> None:
     if args.quick:
         small = ['--device', device, '--batch-size', '1', '--steps', '1', '--rounds', '1', '--models', 'cmhsa_conv_k3']
         parts = {'Tests': (0.4, [*tests, '-k', 'rewrite_is_exact']), 'Speed': (0.75, [*measure, *small])}
-    log, report, statuses = args.folder / 'log.txt', args.folder / 'report.md', []
-    log.write_text('')
-    report.write_text('# On a GPU\n')
+    report, failed = ['# On a GPU'], []
     for title, (until, command) in parts.items():
-        offset = log.stat().st_size
-        statuses.append(run(command, start + 60 * args.minutes * until - time.monotonic(), log, device))
-        tail = log.read_bytes()[offset:].decode().splitlines()[-40:]
-        with report.open('a') as file:
-            file.write('\n'.join(['', f'## {title}: {statuses[-1]}', '', '```', *tail, '```', '']))
-    for path in sorted(args.folder.glob('*bfloat16*.json')):
-        with report.open('a') as file:
-            file.write(f'\n{speed.table(json.loads(path.read_text()))}')
-    print(report.read_text())
-    if set(statuses) != {'passed'}:
-        sys.exit(f'Failed: {", ".join(t for t, status in zip(parts, statuses) if status != "passed")}. See {log}.')
+        log = args.folder / f'{title}.txt'
+        status = run(command, start + 60 * args.minutes * until - time.monotonic(), log, device)
+        failed += [title] * (status != 'passed')
+        report += [f'## {title}: {status}', '\n'.join(['```', *log.read_text().splitlines()[-40:], '```'])]
+        tables = [speed.table(json.loads(path.read_text())) for path in sorted(args.folder.glob('*bfloat16*.json'))]
+        (args.folder / 'report.md').write_text('\n\n'.join([*report, *tables]))
+    print((args.folder / 'report.md').read_text())
+    if failed:
+        sys.exit(f'Failed: {", ".join(failed)}. See {args.folder}.')
 
 
 def run(command: List[str], seconds: float, log: Path, device: str) -> str:
     """Run a part for so many seconds at most, and return what became of it."""
     path = os.pathsep.join([str(ROOT), os.environ.get('PYTHONPATH', '')])
     env = {**os.environ, 'PYTHONPATH': path, 'PYTHONUNBUFFERED': '1', 'TORCH_DEVICE': device}
-    with log.open('a') as output:
+    with log.open('w') as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env, start_new_session=True)
     try:
         return 'failed' if process.wait(max(seconds, 0)) else 'passed'

@@ -7,18 +7,20 @@ operating system says.
 """
 import argparse
 import gc
+import itertools
 import json
+import math
 import platform
 import re
-import shutil
 import statistics
 import subprocess
 import sys
-import time
 import traceback
+from concurrent.futures import ProcessPoolExecutor
 from functools import lru_cache
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Dict
 
 import timm
 import torch
@@ -31,15 +33,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import timm_cmhsa
 
 sys.path.insert(0, str(Path(__file__).parents[1] / 'experiments'))
-from common.timing import processor, training_step
+from common.options import positive_int
+from common.timing import inference_step, processor, timed, training_step
 
 HERE = Path(__file__).parent
 FOLDER = HERE / 'speed'
 BASELINE = 'deit_base_patch16_224'
 START, END = '<!-- speed: written by benchmarks/speed.py -->\n', '<!-- speed: end -->\n'
 PHASES = ('training', 'inference')
-
-
 THIN = dict(num_heads=16, head_dim=96)  # what hard heads need for 3 x 3 and 5 x 5 convolutions
 MODELS: Dict[str, Dict[str, Any]] = {  # arguments by title, which begins with the name
     **{key: {} for key in (BASELINE, 'convit_base', 'resnet50', 'cmhsa_conv_k3', 'cmhsa_conv_k5', 'cmhsa_attn_soft')},
@@ -61,33 +62,28 @@ TWO_PHASES = {  # of equal length
 
 def main() -> None:
     args = parse_args()
-    if args.measure:
-        title, phase = args.measure
-        print(json.dumps(measure(title, phase, args)))
-        return
-    precision = 'bfloat16' if args.amp else 'float32'
-    setting = f"{args.device}-{precision}-batch{args.batch_size}{'-compile' if args.compile else ''}"
+    setting = f"{args.device}-{'bfloat16' if args.amp else 'float32'}-batch{args.batch_size}{'-compile' * args.compile}"
     path = args.folder / f'{setting}.json'
     results = json.loads(path.read_text()) if path.exists() else {'about': about(args), 'measured': {}}
     if results['about'] != about(args):
         raise SystemExit(f'{path} is of another machine, other versions or other options: move it away first.')
+    path.parent.mkdir(exist_ok=True)
     failed = []
     for number in range(args.rounds):
-        for phase in PHASES:
-            for model in args.models[::(-1) ** number]:  # there and back, against a steady drift
-                measured = results['measured'].setdefault(model, {}).setdefault(phase, [])
-                if len(measured) > number:
-                    continue
-                try:
-                    measured.append(measure_apart(model, phase, args))
-                except Exception:
-                    traceback.print_exc()
-                    failed.append(f'{phase} of {model}')
-                    continue
-                seconds = statistics.median(measured[-1]['seconds'])
-                print(f'round {number + 1}, {phase}, {model}: {1e3 * seconds:.0f} ms', flush=True)
-                path.parent.mkdir(exist_ok=True)
-                path.write_text(json.dumps(results, indent=1))
+        models = args.models[::(-1) ** number]  # there and back, against a steady drift
+        for phase, model in itertools.product(PHASES, models):
+            measured = results['measured'].setdefault(model, {}).setdefault(phase, [])
+            if len(measured) > number:
+                continue
+            try:
+                measured.append(measure_apart(model, phase, args))
+            except Exception:  # such as too little memory for one model
+                traceback.print_exc()
+                failed.append(f'{phase} of {model}')
+                continue
+            seconds = statistics.median(measured[-1]['seconds'])
+            print(f'round {number + 1}, {phase}, {model}: {1e3 * seconds:.0f} ms', flush=True)
+            path.write_text(json.dumps(results, indent=1))
     print(table(results))
     if args.folder == FOLDER:
         update_results(HERE / 'RESULTS.md')
@@ -99,36 +95,31 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('--device', default='cuda' if torch.cuda.is_available() else 'cpu', help='default: %(default)s')
-    add('--batch-size', type=int, help='images (default: 128 on a GPU, 32 on the CPU)')
-    add('--steps', type=int, help='timed steps of a round (default: 20 on a GPU, 2 on the CPU)')
-    add('--rounds', type=int, default=2, help='default: %(default)s')
+    add('--batch-size', type=positive_int, help='images (default: 128 on a GPU, 32 on the CPU)')
+    add('--steps', type=positive_int, help='timed steps of a round (default: 20 on a GPU, 2 on the CPU)')
+    add('--rounds', type=positive_int, default=2, help='default: %(default)s')
     add('--amp', action='store_true', help='autocast to bfloat16')
     add('--compile', action='store_true', help='torch.compile')
-    add('--models', nargs='+', default=list(MODELS), metavar='MODEL', help=f'default: all of {NAMES}')
+    add('--models', nargs='+', choices=MODELS, default=list(MODELS), metavar='MODEL', help=f'default: all of {NAMES}')
     add('--folder', type=Path, default=FOLDER, help='of the JSON; any other one leaves RESULTS.md as it is')
-    add('--measure', nargs=2, metavar=('MODEL', 'PHASE'), help=argparse.SUPPRESS)
     args = parser.parse_args()
     cpu = args.device == 'cpu'
     args.batch_size = args.batch_size or (32 if cpu else 128)
     args.steps = args.steps or (2 if cpu else 20)
-    if min(args.batch_size, args.steps, args.rounds) < 1:
-        parser.error('--batch-size, --steps and --rounds must be positive')
-    if not set(args.models) <= set(MODELS):
-        parser.error(f'--models: {", ".join(set(args.models) - set(MODELS))} is none of {NAMES}')
     return args
 
 
 def about(args: argparse.Namespace) -> Dict[str, Any]:
     """Return what the figures hold for."""
     options = f'--device {args.device} --batch-size {args.batch_size} --steps {args.steps}'
-    options += f"{' --amp' if args.amp else ''}{' --compile' if args.compile else ''}"
-    git = ['git', 'log', '-1', '--format=%h', '--', str(HERE.parent / 'timm_cmhsa')]
-    commit = subprocess.run(git, capture_output=True, text=True, cwd=HERE).stdout.strip() if shutil.which('git') else ''
+    options += ' --amp' * args.amp + ' --compile' * args.compile
+    git = 'git log -1 --format=%h -- ../timm_cmhsa 2>/dev/null'
     hardware = f'{processor()}, {torch.get_num_threads()} threads' if args.device == 'cpu' else (
         f'{torch.cuda.get_device_name(args.device)}, driver {get_nvidia_driver_version(run_command)}, '
         f'CUDA {torch.version.cuda}, cuDNN {torch.backends.cudnn.version()}')
     return dict(
-        command=f'python benchmarks/speed.py {options}', commit=commit, hardware=hardware,
+        command=f'python benchmarks/speed.py {options}', hardware=hardware,
+        commit=subprocess.run(git, shell=True, stdout=subprocess.PIPE, text=True, cwd=HERE).stdout.strip(),
         python=platform.python_version(), torch=str(torch.__version__), timm=timm.__version__,
         timm_cmhsa=timm_cmhsa.__version__)
 
@@ -138,35 +129,26 @@ def measure_apart(title: str, phase: str, args: argparse.Namespace) -> Dict[str,
 
     A GPU's allocator tells peaks apart, and there, starting a process would take longer than to measure.
     """
-    if args.device != 'cpu':
-        torch.compiler.reset()
-        return measure(title, phase, args)
-    command = [sys.executable, *sys.argv, '--measure', title, phase]
-    result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(result.stdout.splitlines()[-1])
+    if args.device == 'cpu':
+        with ProcessPoolExecutor(1, get_context('spawn')) as pool:
+            return pool.submit(measure, title, phase, args).result()
+    torch.compiler.reset()
+    return measure(title, phase, args)
 
 
 def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
     """Return seconds of every timed step, peak memory beyond what was there before the model, and operations."""
-    cpu = args.device == 'cpu'
-    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device)
+    torch.backends.cudnn.benchmark = True
+    images = torch.randn(args.batch_size, 3, 224, 224, device=args.device).to(memory_format=torch.channels_last)
     before = reset_peak(args.device)
     with torch.device(args.device):
-        model = create_for(title, phase)
-    if not cpu:  # the fastest way for CNNs
-        torch.backends.cudnn.benchmark = True
-        images, model = images.to(memory_format=torch.channels_last), model.to(memory_format=torch.channels_last)
+        model = create_for(title, phase).to(memory_format=torch.channels_last)  # the fastest way for CNNs
     if args.compile:
         model.compile()
-    step = training_step(model, images, args.amp) if phase == 'training' else inference_step(model, images, args.amp)
+    step = (training_step if phase == 'training' else inference_step)(model, images, args.amp)
     reset_peak(args.device)  # what making the model took
-    for _ in range(1 if cpu and not args.compile else 5):
-        step()
-    seconds = []
-    for _ in range(args.steps):
-        start = time.perf_counter()
-        step()
-        seconds.append(time.perf_counter() - start)
+    warmup = 1 if args.device == 'cpu' and not args.compile else 5
+    seconds = [timed(step) for _ in range(warmup + args.steps)][warmup:]
     peak = peak_bytes(args.device) - before
     return dict(seconds=seconds, peak_bytes=peak, operations=operations(title, phase, args.batch_size))
 
@@ -196,16 +178,6 @@ def peak_bytes(device: str) -> int:
     return int(kilobytes[0]) * 1024
 
 
-def inference_step(model: nn.Module, images: torch.Tensor, amp: bool) -> Callable[[], None]:
-    @torch.inference_mode()
-    def step() -> None:
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
-            model(images)
-        if images.device.type != 'cpu':
-            torch.accelerator.synchronize(images.device)
-    return step
-
-
 @lru_cache(maxsize=None)
 def operations(title: str, phase: str, batch_size: int) -> int:
     """Return the floating-point operations of the matrix products and convolutions of a step."""
@@ -219,47 +191,37 @@ def operations(title: str, phase: str, batch_size: int) -> int:
     return counter.get_total_flops()
 
 
-def summary(results: Dict[str, Any], model: str, phase: str) -> Optional[Dict[str, Any]]:
-    """Return median and range of the seconds, peak memory and operations; None where nothing was measured."""
-    measured = results['measured'].get(model, {}).get(phase)
-    if not measured:
-        return None
-    seconds = [value for one in measured for value in one['seconds']]
-    return dict(
-        median=statistics.median(seconds), range=(min(seconds), max(seconds)),
-        peak=statistics.median(one['peak_bytes'] for one in measured), operations=measured[0]['operations'])
-
-
 def table(results: Dict[str, Any]) -> str:
     """Return medians, their ratios to the baseline, and two phases of equal length."""
     made = results['about']
-    models = [model for model in MODELS if model in results['measured']]
     lines = [f"`{made['command']}`: {made['hardware']}; Python {made['python']}, torch {made['torch']}, timm "
              f"{made['timm']}, commit {made['commit'] or 'unknown'}. Ratios are to {BASELINE}.\n"]
     for phase in PHASES:
         lines += [f'| {phase} | ms | fastest to slowest | time | operations | GFLOP/s | peak memory, MiB | memory |',
                   '|---|---:|---:|---:|---:|---:|---:|---:|']
-        rows = {model: row for model in models if (row := summary(results, model, phase))}
-        base = rows.get(BASELINE)
-        for model, row in rows.items():
-            seconds, count, memory = (
-                f'{row[key] / base[key]:.2f}x' if base else '-' for key in ('median', 'operations', 'peak'))
-            low, high = (f'{1e3 * value:.0f}' for value in row['range'])
-            lines.append(
-                f"| {model} | {1e3 * row['median']:.0f} | {low} to {high} | {seconds} | {count} | "
-                f"{1e-9 * row['operations'] / row['median']:.0f} | {row['peak'] / 2 ** 20:.0f} | {memory} |")
-        if phase == 'training' and base:
-            for title, pair in TWO_PHASES.items():
-                if set(pair) <= set(rows):
-                    ratio = statistics.mean(rows[model]['median'] for model in pair) / base['median']
-                    lines.append(f'| {title} | | | {ratio:.2f}x | | | | |')
+        medians: Dict[str, Any] = {}
+        for model in MODELS:
+            if rounds := results['measured'].get(model, {}).get(phase):
+                seconds = [value for one in rounds for value in one['seconds']]
+                peak = statistics.median(one['peak_bytes'] for one in rounds)
+                medians[model] = statistics.median(seconds), rounds[0]['operations'], peak
+                median, count, _ = medians[model]
+                base = medians.get(BASELINE, 3 * [math.nan])
+                times, counts, memory = (f'{value / each:.2f}x' for value, each in zip(medians[model], base))
+                lines.append(
+                    f'| {model} | {1e3 * median:.0f} | {1e3 * min(seconds):.0f} to {1e3 * max(seconds):.0f} | {times} '
+                    f'| {counts} | {1e-9 * count / median:.0f} | {peak / 2 ** 20:.0f} | {memory} |')
+        for title, pair in TWO_PHASES.items():
+            if phase == 'training' and {BASELINE, *pair} <= {*medians}:
+                ratio = statistics.mean(medians[model][0] for model in pair) / medians[BASELINE][0]
+                lines.append(f'| {title} | | | {ratio:.2f}x | | | | |')
         lines.append('')
     return '\n'.join(lines)
 
 
 def update_results(path: Path) -> None:
     """Write all tables between the marks of a document."""
-    tables: List[str] = [table(json.loads(file.read_text())) for file in sorted(FOLDER.glob('*.json'))]
+    tables = [table(json.loads(file.read_text())) for file in sorted(FOLDER.glob('*.json'))]
     before, _, rest = path.read_text().partition(START)
     _, _, after = rest.partition(END)
     path.write_text(before + START + '\n' + '\n'.join(tables) + END + after)

@@ -58,7 +58,7 @@ def logits_error(run: Run, output: Path) -> float:
     assert run.after is not None
     assert run.rewrite is not None
     cnn = create(run)
-    load_checkpoint(cnn, str(run.after.checkpoint(output)))
+    load_checkpoint(cnn, str(run.after.checkpoint(output, 1)))
     images = torch.randn(64, 1, CANVAS, CANVAS, generator=torch.Generator().manual_seed(0))
     logits = cnn.eval()(images)
     return ((run.rewrite(copy.deepcopy(cnn))(images) - logits).abs().max() / logits.abs().max()).item()

@@ -9,7 +9,7 @@ from common.report import make_figure, markdown_table, plot_mean_and_range, show
 from common.runs import replicate, run_all, top1
 from table1 import ATTN, CMHSA5, plan
 
-CONVERTED = plan(CMHSA5, 300)._replace(curves=('loss',))
+CONVERTED = plan(CMHSA5, 300)
 RANDOM = CONVERTED._replace(
     options=dict(CONVERTED.options, model=ATTN[0], model_kwargs=ATTN[1]), after=None, rewrite=None)
 ROWS = {}

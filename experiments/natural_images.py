@@ -83,7 +83,7 @@ def run(title: str, epochs: int, lr: float, model: str = '', after: Optional[Run
     options: Dict[str, Any] = dict(img_size=IMG_SIZE, batch_size=100, epochs=epochs, lr=lr)
     if model:
         options.update(model=model, model_kwargs=model_kwargs)
-    return Run(title, 3000, options, after, rewrite, ('train_loss', 'top1') if title in DRAWN else ())
+    return Run(title, 3000, options, after, rewrite)
 
 
 SHAPE: Dict[str, Any] = dict(patch_size=4, depth=4)  # 8 x 8 tokens

@@ -7,13 +7,12 @@ The output folder gets the table. Every training has a folder named after its re
 so that trainings that differ never mix; one that was stopped goes on from its last checkpoint.
 """
 import argparse
-import csv
 import hashlib
 import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -38,23 +37,13 @@ VALIDATION_KEYS = (
     'amp_dtype', 'model_dtype', 'channels_last')
 
 
-class Machine(NamedTuple):
-    """Where trainings run: timm's scripts, processes (one for each GPU), options for all, and the folder of results."""
-    clone: Path
-    num_processes: int
-    options: List[str]
-    output: Path
-
-
 def main() -> None:
     args = parse_args()
-    machine = Machine(args.timm, args.num_processes, args.options, args.output / 'runs')
     results, shown = {}, []
     for row in ROWS:
         epochs = 2 * args.epochs_per_phase // len(row.recipes)
-        rates = search_rates(machine, row.recipes, epochs) if args.search_rates else DEFAULT_RATES[:len(row.recipes)]
-        results[row.title] = [
-            validate(machine, train_phases(machine, row.recipes, rates, seed, epochs)) for seed in range(args.seeds)]
+        rates = search_rates(args, row.recipes, epochs) if args.search_rates else DEFAULT_RATES[:len(row.recipes)]
+        results[row.title] = [train_phases(args, row.recipes, rates, seed, epochs) for seed in range(args.seeds)]
         shown.append(', '.join(f'{rate:g}' for rate in rates))
     models: Dict[str, nn.Module] = {
         model: timm.create_model(model, num_classes=100) for row in ROWS for model, _ in row.phases}
@@ -84,92 +73,76 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def search_rates(machine: Machine, recipes: Tuple[str, ...], epochs: int) -> Tuple[float, ...]:
+def search_rates(args: argparse.Namespace, recipes: Sequence[str], epochs: int) -> Tuple[float, ...]:
     """Choose phase by phase the best of the paper's rates with seed 0, by the test images: CIFAR-100 has no others."""
     chosen: Tuple[float, ...] = ()
-    for phase in range(len(recipes)):
-        def top1(rate: float, phase: int = phase, before: Tuple[float, ...] = chosen) -> float:
-            folder = train_phases(machine, recipes[:phase + 1], (*before, rate), 0, epochs)
-            return validate(machine, folder)['top1']
-        chosen += (max(PAPER_RATES[phase], key=top1),)
+    for phase, rates in enumerate(PAPER_RATES[:len(recipes)], 1):
+        tried = [(*chosen, rate) for rate in rates]
+        chosen = max(tried, key=lambda each: train_phases(args, recipes[:phase], each, 0, epochs)['top1'])
     return chosen
 
 
 def train_phases(
-        machine: Machine, recipes: Tuple[str, ...], rates: Tuple[float, ...], seed: int, epochs: int) -> Path:
-    """Train one phase after the other, the second from the first's conversion; returns the folder of the last."""
+        args: argparse.Namespace, recipes: Sequence[str], rates: Sequence[float], seed: int, epochs: int,
+) -> Dict[str, float]:
+    """Train one phase after the other, the second from the first's conversion. Return the accuracies of the last."""
     folder = None
     for recipe, rate in zip(recipes, rates):
-        folder = train(machine, recipe, seed, rate, epochs, folder)
+        folder = train(args, recipe, seed, rate, epochs, folder)
     assert folder is not None
-    return folder
+    return validate(args, folder)
 
 
-def train(machine: Machine, recipe: str, seed: int, rate: float, epochs: int, phase1: Optional[Path]) -> Path:
+def train(
+        args: argparse.Namespace, recipe: str, seed: int, rate: float, epochs: int, phase1: Optional[Path]) -> Path:
     """Train by a recipe, from the conversion of phase 1 if there was one, and return the folder of the checkpoints."""
-    options = ['--seed', seed, '--lr', rate, '--epochs', epochs, '--batch-size', TOTAL_BATCH // machine.num_processes]
-    if machine.num_processes == 1:
+    options = ['--seed', seed, '--lr', rate, '--epochs', epochs, '--batch-size', TOTAL_BATCH // args.num_processes]
+    if args.num_processes == 1:
         options += ['--aug-repeats', 0]  # timm repeats augmentations only across processes
-    options += machine.options
+    options += args.options
     settings = [yaml.safe_load((RECIPES / f'{recipe}.yaml').read_text()), options, phase1 and phase1.name,
-                machine.num_processes, VERSIONS]
+                args.num_processes, VERSIONS]
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:10]
-    folder = machine.output / f'{recipe}-seed{seed}-lr{rate:g}-{digest}'
-    if epochs_done(folder) < epochs:
-        command = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
-        command += ['--output', folder.parent, '--experiment', folder.name]
-        checkpoints = sorted(folder.glob('*.pth.tar'), key=lambda path: path.stat().st_mtime)
-        if checkpoints:  # the newest: between two epochs there is a moment without a last.pth.tar
-            command += ['--resume', checkpoints[-1]]
-        elif phase1 is not None:
-            command += ['--initial-checkpoint', convert(phase1)]
-        launch(machine, command)
+    folder = args.output / 'runs' / f'{recipe}-seed{seed}-lr{rate:g}-{digest}'
+    if (folder / 'done').exists():
+        return folder
+    options = ['--config', RECIPES / f'{recipe}.yaml', '--device-modules', 'timm_cmhsa', *options]
+    options += ['--output', folder.parent, '--experiment', folder.name]
+    checkpoints = sorted(folder.glob('*.pth.tar'), key=lambda path: path.stat().st_mtime)
+    if checkpoints:  # the newest: between two epochs there is a moment without a last.pth.tar
+        options += ['--resume', checkpoints[-1]]
+    elif phase1 is not None:
+        converted = phase1 / 'phase2.safetensors'
+        print(timm_cmhsa.convert_checkpoint(phase1 / 'last.pth.tar', converted, force=True))
+        options += ['--initial-checkpoint', converted]
+    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', args.num_processes]
+    run(*(torchrun if args.num_processes > 1 else []), '-m', 'timm_cmhsa', args.timm / 'train.py', *options)
+    (folder / 'done').touch()
     return folder
 
 
-def epochs_done(folder: Path) -> int:
-    """Return the epochs in the summary that train.py keeps, but for one whose checkpoint is not written yet."""
-    summary, last = folder / 'summary.csv', folder / 'last.pth.tar'
-    if not summary.exists() or not last.exists() or last.stat().st_mtime < summary.stat().st_mtime:
-        return 0
-    with open(summary) as f:  # a resumed training writes its header once more
-        return 1 + max((int(row['epoch']) for row in csv.DictReader(f) if row['epoch'].isdigit()), default=-1)
+def run(*command: Any) -> None:
+    """Run Python with this command line."""
+    words = [sys.executable, *map(str, command)]
+    if subprocess.run(words).returncode:
+        raise SystemExit(f'Failed, for the reason above. To go on, mend it and run the same again: {words}')
 
 
-def launch(machine: Machine, options: List[Any]) -> None:
-    command: List[Any] = [sys.executable]
-    if machine.num_processes > 1:
-        command += ['-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', machine.num_processes]
-    command = [str(part) for part in (*command, '-m', 'timm_cmhsa', machine.clone / 'train.py', *options)]
-    if subprocess.run(command).returncode:
-        raise SystemExit(f'train.py failed, for the reason above. To go on, mend it and run the same again: {command}')
-
-
-def convert(folder: Path) -> Path:
-    """Rewrite phase 1's last checkpoint for phase 2."""
-    path = folder / 'phase2.safetensors'
-    print(timm_cmhsa.convert_checkpoint(folder / 'last.pth.tar', path, force=True))
-    return path
-
-
-def validate(machine: Machine, folder: Path) -> Dict[str, float]:
+def validate(args: argparse.Namespace, folder: Path) -> Dict[str, float]:
     """Return top-1 and top-5 accuracy in percent, of the last checkpoint's own weights, not of their average."""
     results = folder / 'validation.json'
     if not results.exists():
-        args = yaml.safe_load((folder / 'args.yaml').read_text())
-        options = ['--split', args['val_split'], '--checkpoint', str(folder / 'last.pth.tar')]
+        used = yaml.safe_load((folder / 'args.yaml').read_text())
+        options = ['--split', used['val_split'], '--checkpoint', folder / 'last.pth.tar']
         for key in VALIDATION_KEYS:
-            if args.get(key):
-                values = args[key] if isinstance(args[key], list) else [args[key]]
-                options += [f"--{key.replace('_', '-')}", *(str(value) for value in values if value is not True)]
-        options += ['--model-kwargs', *(f'{key}={value}' for key, value in args['model_kwargs'].items())]
-        scores = folder / 'scores.json'
-        subprocess.run([
-            sys.executable, '-m', 'timm_cmhsa', str(machine.clone / 'validate.py'), *options, '--results-file',
-            str(scores), '--results-format', 'json'], check=True)
-        scores.replace(results)
+            if used.get(key):
+                values = used[key] if isinstance(used[key], list) else [used[key]]
+                options += [f"--{key.replace('_', '-')}", *(value for value in values if value is not True)]
+        options += ['--model-kwargs', *(f'{key}={value}' for key, value in used['model_kwargs'].items())]
+        options += ['--results-file', results, '--results-format', 'json']
+        run('-m', 'timm_cmhsa', args.timm / 'validate.py', *options)
     scores = json.loads(results.read_text())
-    return {'top1': float(scores['top1']), 'top5': float(scores['top5'])}
+    return {key: float(scores[key]) for key in ('top1', 'top5')}
 
 
 if __name__ == '__main__':

@@ -62,8 +62,7 @@ def plan(heads: Heads, kernel: int) -> Run:
     return Run(
         f'K = {kernel}, heads {heads.title}', 400, dict(options, lr=heads.lr),
         after=Run(conv, 400, dict(options, lr=3e-3, model=conv, model_kwargs=SHAPE)),
-        rewrite=partial(timm_cmhsa.convert_model, architecture='cmhsa_attn', **shape_of(heads, kernel)),
-        curves=('top1',))
+        rewrite=partial(timm_cmhsa.convert_model, architecture='cmhsa_attn', **shape_of(heads, kernel)))
 
 
 def shape_of(heads: Heads, kernel: int) -> Dict[str, Any]:

@@ -1,10 +1,6 @@
 """The experiments that compare trainings; those that train as a user runs them are slow."""
 import copy
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import hybrid_phase1
@@ -19,9 +15,8 @@ import timm
 import torch
 import vit_starts as starts
 from common.images import digits, photos
-from common.options import make_run_parser
-from common.runs import Run, create, read_results, replicate, run_all
-from helpers import images_for, max_error, phase1
+from common.runs import create, read_results
+from helpers import images_for, max_error, phase1, run_python
 from natural_images import DRAWN, PHASE1, ROWS, SOFT
 from PIL import Image
 from timm.models import VisionTransformer
@@ -125,72 +120,26 @@ def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
     assert Path('train.py').read_text() == '[1]'
 
 
-def two_runs(output):
-    """Do two phases of one model, the first of which takes some seconds."""
-    options = dict(img_size=32, batch_size=20, epochs=40, lr=1e-3, model='test_cmhsa_conv_k3',
-                   model_kwargs=dict(in_chans=1), mixup=0., cutmix=0.)
-    first = Run('phase 1', 60, options)
-    second = Run('phase 2', 60, {**options, 'epochs': 1}, after=first, rewrite=table1.to_attention)
-    args = make_run_parser('', 'runs', 1).parse_args(['--output', str(output)])
-    return first.checkpoint(output), lambda: run_all(replicate({0: second}, args), args)
-
-
-@pytest.mark.parametrize('number', [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)])
-def test_runs_that_were_stopped_go_on_and_what_is_done_is_not_done_again(number, tmp_path):
-    """The runs end with the process that started them: later ones write to the same checkpoints."""
-    code = f'import sys; sys.path[:0] = {sys.path}; import test_comparisons as test; from pathlib import Path; '
-    code += f'test.two_runs(Path({str(tmp_path)!r}))[1]()'
-    process = subprocess.Popen(
-        [sys.executable, '-W', 'ignore', '-c', code], stderr=subprocess.PIPE, text=True, start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # a shell's background jobs ignore it
-    checkpoint, run = two_runs(tmp_path)
-    while not checkpoint.exists():
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.01)
-    os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
-    error = process.communicate(timeout=600)[1]  # until no process has this pipe open
-    if number == signal.SIGINT:
-        assert error.endswith('Stopped. The same command goes on from here.\n')
-        assert 'Traceback' not in error
-    history = torch.load(checkpoint, weights_only=True)['history']
-    assert 0 < len(history) < 40
-    assert not (tmp_path / 'results.jsonl').exists()
-
-    (result,), = run().values()
-    results = read_results(tmp_path / 'results.jsonl')
-    assert results == {result['run']: result, result['after']: results[result['after']]}
-    assert result['before']['top1'] == pytest.approx(results[result['after']]['test']['top1'])
-    whole = torch.load(checkpoint, weights_only=True)['history']
-    assert [row['epoch'] for row in whole] == [*range(1, 41)]
-    assert whole[:len(history)] == history
-
-    checkpoint.unlink()
-    assert run() == {0: [result]}
-    assert not checkpoint.exists()
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(('script', 'num_rows', 'options'), [
-    ('table1', 8, []), ('figure2', 4, []), ('thin_heads', 4, []), ('attend_resnet', 3, []), ('pixel_models', 6, []),
-    ('hybrid_phase1', 14, 'photos'), ('hybrid_phase2', 6, 'photos'), ('vit_starts', 4, 'photos'),
-    ('natural_images', 3, ['--rows', SOFT, 'two phases, hard heads']),
+@pytest.mark.parametrize(('script', 'num_rows', 'num_plots'), [
+    ('table1', 8, 1), ('figure2', 4, 1), ('thin_heads', 4, 1), ('attend_resnet', 3, 0), ('pixel_models', 6, 0),
+    ('hybrid_phase1', 14, 0), ('hybrid_phase2', 6, 1), ('vit_starts', 4, 0), ('natural_images', 3, 1),
 ])
-def test_scripts(script, num_rows, options, tmp_path):
+def test_scripts(script, num_rows, num_plots, tmp_path):
     """Each in its quick form, as a user runs it: the table has all rows, and every rewrite changes nothing."""
-    if options:
+    output, options = tmp_path / 'output', []
+    if script.startswith(('hybrid', 'vit', 'natural')):
         write_photos(tmp_path / 'data', num_train=60)
-        options = ['--data-dir', tmp_path / 'data', *(options if script == 'natural_images' else [])]
-    output = tmp_path / 'output'
-    command = [sys.executable, '-W', 'ignore', EXPERIMENTS / f'{script}.py', '--quick', '--seeds', '1', *options]
-    done = subprocess.run([*command, '--output', output], capture_output=True, text=True)
+        options = ['--data-dir', tmp_path / 'data']
+    if script == 'natural_images':
+        options += ['--rows', SOFT, 'two phases, hard heads']
+    command = '-W', 'ignore', EXPERIMENTS / f'{script}.py', '--quick', '--seeds', '1', *options, '--output', output
+    done = run_python(*command)
     assert done.returncode == 0, done.stderr
     table = (output / f'{script}.md').read_text()
     assert table in done.stdout
     assert table.split('\n\n')[0].count('\n|') >= num_rows
-    for path in output.glob('*.png'):
-        assert min(Image.open(path).size) > 300
-    assert len(list(output.glob('*.png'))) == (script in ('table1', 'figure2', 'thin_heads', 'hybrid_phase2',
-                                                         'natural_images'))
+    assert len(list(output.glob('*.png'))) == num_plots
     results = read_results(output / 'results.jsonl')
     for result in results.values():
         if result['after'] and 'pruned' not in result['title']:
@@ -198,7 +147,8 @@ def test_scripts(script, num_rows, options, tmp_path):
     if script == 'natural_images':
         moved = {result['title']: result['bias_moved'] for result in results.values()}
         assert moved['two phases, hard heads'] == 0 < moved[SOFT]
-        assert len(list(output.glob('runs/two_phases*/attention.png'))) == 2
+        assert table in run_python(*command, '--workers', '1').stdout
+        assert read_results(output / 'results.jsonl') == results, 'what is done is not done again'
     if script == 'pixel_models':
         names = {path.name for path in (output / 'pictures' / 'pixel_attn_quadratic_gen').iterdir()}
         assert {'attention.png', 'centers.png', 'attention.html'} <= names

@@ -17,7 +17,6 @@ from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_model, patchify, start_as_convolution
 
@@ -128,33 +127,6 @@ def test_kernels_take_queries_of_another_width(qk_dim, head_dim, rel_pos, dtype)
     for actual, expected in zip(*results):
         assert actual.isfinite().all()
         assert distance(actual, expected) <= 3 * TOLERANCE[dtype]
-
-
-class AttentionTypes(TorchDispatchMode):
-    """Records which types the tensors have that fused attention is called with."""
-
-    def __init__(self):
-        super().__init__()
-        self.types = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if 'scaled_dot_product' in func.name() and 'backward' not in func.name():
-            tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-            self.types.append({tensor.dtype for tensor in tensors})
-        return func(*args, **kwargs)
-
-
-@pytest.mark.parametrize('dtype', HALF)
-@pytest.mark.parametrize('masked', [False, True])
-def test_the_bias_has_the_type_of_the_queries(masked, dtype):
-    """A float32 mask beside queries of half precision has given wrong results on Hopper."""
-    attn = RelPosAttention(64, (9, 8), num_heads=3, device=DEVICE)
-    mask = torch.zeros(72, 72, device=DEVICE) if masked else None
-    with torch.no_grad(), autocast(dtype), AttentionTypes() as attention:
-        attn(torch.randn(2, 72, 64, device=DEVICE), mask)
-    assert attention.types
-    assert all(types == {dtype} for types in attention.types)
 
 
 @pytest.mark.parametrize('dtype', HALF)

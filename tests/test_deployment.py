@@ -128,13 +128,15 @@ def test_other_types(form, dtype):
 
 
 @all_forms
-def test_copies_pickles_and_channels_last(form, tmp_path):
+def test_copies_pickles_checkpointing_and_channels_last(form, tmp_path):
     model = create(form)
     images = images_for(model)
     expected = model(images)
     torch.save(model, tmp_path / 'model.pt')
     for other in (copy.deepcopy(model), torch.load(tmp_path / 'model.pt', weights_only=False)):
         assert torch.equal(other(images), expected)
+    model.set_grad_checkpointing()
+    torch.testing.assert_close(model(images), expected)
     actual = model.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 

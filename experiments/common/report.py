@@ -60,14 +60,7 @@ def plot_mean_and_range(axis: Axes, x: Sequence[float], curves: Sequence[Sequenc
     axis.fill_between(x, lowest, highest, color=line.get_color(), alpha=0.15)
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file such that a kill at any moment leaves the old one or the new one."""
-    partial = path.with_suffix('.partial')
-    partial.write_text(text)
-    partial.replace(path)
-
-
 def show(table: str, path: Path) -> None:
     """Print a table, and write it."""
-    write_whole(path, table)
+    path.write_text(table)
     print(table)

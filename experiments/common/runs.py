@@ -17,7 +17,7 @@ from contextlib import redirect_stdout
 from functools import partial
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from typing import Any, Callable, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Dict, Hashable, List, Mapping, NamedTuple, Optional, Sequence, TypeVar
 
 import timm
 import torch
@@ -33,7 +33,6 @@ from timm_cmhsa.rel_pos import RelPosTable
 from timm_cmhsa.train import create_model, train_two_phases
 
 from .images import digits, photos
-from .report import write_whole
 from .timing import processor
 
 VERSIONS = {module.__name__: module.__version__ for module in (torch, torchvision, timm, timm_cmhsa)}
@@ -52,15 +51,14 @@ class Run(NamedTuple):
     options: Dict[str, Any]  # of this phase, with model, img_size, epochs and lr
     after: Optional['Run'] = None
     rewrite: Optional[Callable[[Any], nn.Module]] = None  # of the model of phase 1
-    curves: Tuple[str, ...] = ()  # measures to keep of all epochs
     data: Callable[[Path, int, int], Path] = digits  # the images, given the output folder, a number and a seed
     seed: int = 0
 
     @property
     def key(self) -> str:
         phases = [run.options for run in (self.after, self) if run is not None]
-        epochs, rates = ' + '.join(str(each['epochs']) for each in phases), ' and '.join(
-            f'{each["lr"]:g}' for each in phases)
+        epochs = ' + '.join(str(each['epochs']) for each in phases)
+        rates = ' and '.join(f'{each["lr"]:g}' for each in phases)
         return f'{self.title} | {epochs} epochs | {self.num_train} images | lr {rates} | seed {self.seed}'
 
     def change(self, options: Mapping[str, Any] = {}, **changes: Any) -> 'Run':
@@ -71,24 +69,21 @@ class Run(NamedTuple):
     def folder(self, output: Path) -> Path:
         return output / 'runs' / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
 
-    def checkpoint(self, output: Path) -> Path:
-        """Return where the last checkpoint of this run is."""
-        return self.folder(output) / 'checkpoints' / f'phase{1 if self.after is None else 2}.pth.tar'
+    def checkpoint(self, output: Path, phase: int) -> Path:
+        return self.folder(output) / 'checkpoints' / f'phase{phase}.pth.tar'
 
     def images(self, output: Path) -> Path:
         return self.data(output, self.num_train, self.seed)
 
     def call(self, output: Path) -> Dict[str, Any]:
         """Return the options of `train_two_phases`. Phases have schedules of their own, so that runs can share one."""
-        options = {'switch': 1, **self.options, 'data_dir': self.images(output), 'output': self.folder(output),
-                   'seed': self.seed}
+        options = {'switch': 1, **self.options}
         if self.after is not None:
-            first, epochs = self.after.options, self.options['epochs']
+            first, epochs = self.after.options, self.after.options['epochs'] + self.options['epochs']
             options = {
-                **first, **options, 'epochs': first['epochs'] + epochs,
-                'switch': first['epochs'] / (first['epochs'] + epochs), 'separate_schedules': True,
+                **first, **options, 'epochs': epochs, 'switch': first['epochs'] / epochs, 'separate_schedules': True,
                 'lr': first['lr'], 'phase2_lr': self.options['lr']}
-        return options
+        return {**options, 'data_dir': self.images(output), 'output': self.folder(output), 'seed': self.seed}
 
 
 def replicate(rows: Mapping[Key, Run], args: Namespace) -> Dict[Key, List[Run]]:
@@ -113,41 +108,38 @@ def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, Lis
     results = read_results(path)
     todo = {run.key: run for each in runs.values() for run in each if run.key not in results}
     first = {run.after.key: run.after for run in todo.values() if run.after is not None}
-    first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output).exists()}
+    first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output, 1).exists()}
     try:
         for run in (*first.values(), *todo.values()):
             run.images(output)  # here, as runs share them
     except ValueError as e:
         raise SystemExit(str(e)) from e
     os.environ['TQDM_DISABLE'] = '1'  # read when a worker imports tqdm
-    method = 'forkserver' if os.name == 'posix' else 'spawn'
-    with ProcessPoolExecutor(args.workers, get_context(method), end_with_parent) as pool:
+    with ProcessPoolExecutor(args.workers, get_context('spawn'), end_with_parent) as pool:
         try:
             for batch in (first, {key: run for key, run in todo.items() if key not in first}):
                 futures = [pool.submit(do, run, output) for run in batch.values()]
                 for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=not futures):
                     result = future.result()
                     results[result['run']] = result
-                    write_whole(path, ''.join(f'{json.dumps(results[key])}\n' for key in sorted(results)))
-        except BaseException as e:
+                    with path.open('a') as file:
+                        file.write(f'{json.dumps(result)}\n')
+        except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in active_children():
                 process.terminate()
-            if isinstance(e, KeyboardInterrupt):
-                raise SystemExit('\nStopped. The same command goes on from here.') from None
             raise
     return {key: [results[run.key] for run in each] for key, each in runs.items()}
 
 
 def end_with_parent() -> None:
-    """End this process when the one that started it is killed: two of a kind would write to the same checkpoints."""
+    """End this process with the one that started it: two of a kind would write to the same checkpoints."""
     def wait() -> None:
         parent = parent_process()
         assert parent is not None
         parent.join()
         os._exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to all; the parent ends the others
-    tqdm.set_lock(threading.RLock())  # its own, between processes, would be left behind
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -168,14 +160,32 @@ def top1(results: Sequence[Result], when: str = 'test') -> List[float]:
 def do(run: Run, output: Path) -> Result:
     """Train one run and return its result."""
     torch.set_num_threads(1)
+    models: List[nn.Module] = []
+
+    def rewrite(model: nn.Module) -> nn.Module:
+        assert run.rewrite is not None
+        models.append(run.rewrite(model.eval()))
+        return models[-1]
+
+    if run.after is not None:
+        link, phase1 = run.checkpoint(output, 1), run.after.checkpoint(output, 1)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        if not link.is_symlink():
+            link.symlink_to(os.path.relpath(phase1, link.parent))
     with redirect_stdout(io.StringIO()):  # only tables are shown
-        results, before, after = train(run, output)
-    history = results['curves'].get('phase 2', results['curves']['phase 1'])
-    earlier = dict(epoch=0, seconds=0.) if run.after is None else results['curves']['phase 1'][-1]
+        results = train_two_phases(rewrite=rewrite if run.rewrite else None, **run.call(output))
+    before: nn.Module = nn.Identity()  # has no attention
+    curves, earlier, after = results['curves'], dict(epoch=0, seconds=0.), before
+    history = curves['phase 1'] + curves.get('phase 2', [])
+    if run.after is not None:
+        before, after = models[-2:]  # it judges the first, and trains the second
+        earlier, history = curves['phase 1'][-1], curves['phase 2']
+    elif isinstance(model := create(run), Cmhsa) and 'phase 2' not in curves:
+        before, after = model, load_model(run.folder(output) / 'model')
     images = run.images(output) / 'validation'
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     dtype = results['options']['amp_dtype']
-    return rounded(dict(
+    return dict(
         run=run.key,
         title=run.title,
         after=run.after and run.after.key,
@@ -191,35 +201,13 @@ def do(run: Run, output: Path) -> Result:
         train_loss=history[-1]['train_loss'],
         seconds=history[-1]['seconds'] - earlier['seconds'],
         looks={'before': look(before, images), 'after': look(after, images)},
-        bias_moved=max(((new.rel_pos.offset_bias() - old.rel_pos.offset_bias()).abs().max().item()
+        bias_moved=max(((new.offset_bias() - old.offset_bias()).abs().max().item()
                         for old, new in zip(tables(before), tables(after))), default=None),
         device=f'{name} in {"float32" if dtype == "None" else dtype}',
         versions=VERSIONS,
-        curves={key: [point[key] - (earlier['epoch'] if key == 'epoch' else 0) for point in history]
-                for key in ('epoch', *run.curves) if run.curves},
-    ))
-
-
-def train(run: Run, output: Path) -> Tuple[Dict[str, Any], Optional[nn.Module], Optional[nn.Module]]:
-    """Train one run. Return its results, and the model of the last phase before and after, if it has attention."""
-    call = run.call(output)
-    models: List[nn.Module] = []
-
-    def rewrite(model: nn.Module) -> nn.Module:
-        assert run.rewrite is not None
-        models.append(run.rewrite(model.eval()))
-        return models[-1]
-
-    if run.after is None:
-        results = train_two_phases(rewrite=rewrite if run.rewrite else None, **call)
-        is_one_phase = isinstance(model := create(run), Cmhsa) and 'phase 2' not in results['curves']
-        return (results, model, load_model(call['output'] / 'model')) if is_one_phase else (results, None, None)
-    link, phase1 = call['output'] / 'checkpoints' / 'phase1.pth.tar', run.after.checkpoint(output)
-    link.parent.mkdir(parents=True, exist_ok=True)
-    if not link.is_symlink():
-        link.symlink_to(os.path.relpath(phase1, link.parent))
-    results = train_two_phases(rewrite=rewrite, **call)
-    return results, models[-2], models[-1]  # it judges the first, and trains the second
+        curves={key: [point[key] - earlier.get(key, 0) for point in history]
+                for key in ('epoch', 'seconds', 'train_loss', 'loss', 'top1')},
+    )
 
 
 def create(run: Run) -> nn.Module:
@@ -229,27 +217,17 @@ def create(run: Run) -> nn.Module:
         options['model'], options['img_size'], run.seed, num_classes=10, **options.get('model_kwargs', {}))
 
 
-def tables(model: Optional[nn.Module]) -> List[Any]:
-    """Return the attention layers with a table of biases."""
-    modules = () if model is None else model.modules()
-    return [module for module in modules if isinstance(getattr(module, 'rel_pos', None), RelPosTable)]
+def tables(model: nn.Module) -> List[RelPosTable]:
+    """Return the tables of biases that a model learns."""
+    return [module for module in model.modules() if isinstance(module, RelPosTable)]
 
 
 @torch.no_grad()
-def look(model: Optional[nn.Module], folder: Path) -> Dict[str, float]:
+def look(model: nn.Module, folder: Path) -> Dict[str, float]:
     """Return what the heads look at, on average: weight on one offset, distance, and entropy."""
-    if model is None or not tables(model):
+    if not tables(model):
         return {}
     maps = attention_maps(model, choose_images(folder, model, NUM_LOOKED_AT)[0])
     layers = [head_statistics(each) for each in maps.values()]
     return {name: statistics.mean(statistics.mean(getattr(head, name) for head in heads) for heads in layers)
             for name in LOOKS}
-
-
-def rounded(value: Any) -> Any:
-    """Return a result with six digits, which is more than another machine repeats."""
-    if isinstance(value, dict):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [rounded(each) for each in value]
-    return float(f'{value:.6g}') if isinstance(value, float) else value

@@ -4,7 +4,7 @@ import re
 import statistics
 import time
 from pathlib import Path
-from typing import Callable, Dict, List
+from typing import Callable, Dict
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -16,14 +16,18 @@ def step_seconds(models: Dict[str, nn.Module], images: torch.Tensor, repeats: in
 
     The models take turns, so that a drift of the machine meets all alike.
     """
-    steps = {name: training_step(model.to(images.device).train(), images) for name, model in models.items()}
-    seconds: Dict[str, List[float]] = {name: [] for name in models}
-    for _ in range(repeats + 2):  # the first two warm up
-        for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: statistics.median(times[2:]) for name, times in seconds.items()}
+    images = images.to(memory_format=torch.channels_last)  # as the trainer has models and images
+    steps = [training_step(model.to(images.device).to(memory_format=torch.channels_last).train(), images)
+             for model in models.values()]
+    rounds = [[timed(step) for step in steps] for _ in range(repeats + 2)][2:]  # the first two warm up
+    return dict(zip(models, map(statistics.median, zip(*rounds))))
+
+
+def timed(step: Callable[[], None]) -> float:
+    """Return the seconds that a step takes."""
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def training_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> Callable[[], None]:
@@ -37,9 +41,23 @@ def training_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> 
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if images.device.type != 'cpu':
-            torch.accelerator.synchronize(images.device)
+        synchronize(images.device)
     return step
+
+
+def inference_step(model: nn.Module, images: torch.Tensor, amp: bool = False) -> Callable[[], None]:
+    """Return a function that computes the logits and waits for them."""
+    @torch.inference_mode()
+    def step() -> None:
+        with torch.autocast(images.device.type, torch.bfloat16, enabled=amp):
+            model(images)
+        synchronize(images.device)
+    return step
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type != 'cpu':
+        torch.accelerator.synchronize(device)
 
 
 def processor() -> str:
