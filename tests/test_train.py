@@ -197,11 +197,11 @@ def test_a_run_goes_on_with_what_was_chosen_on_another_machine(finished, photos,
     assert results['options'] == {**options, **other, 'workers': '0'}, 'workers may change'
 
 
-def limit_batches(most, **kwargs):
-    """Return a model that runs out of memory for more images: `most(model)`."""
+def limit_batches(most, error=torch.cuda.OutOfMemoryError, **kwargs):
+    """Return a model that fails for more images: `most(model)`."""
     def fail(module, inputs):
         if len(inputs[0]) > most(module):
-            raise torch.cuda.OutOfMemoryError('CUDA out of memory.')
+            raise error('CUDA out of memory.')
 
     model = timm.create_model('test_resnet', **kwargs)
     model.register_forward_pre_hook(fail)
@@ -216,6 +216,17 @@ def hungry(pretrained=False, **kwargs):
 @timm.models.register_model
 def hungry_in_validation(pretrained=False, **kwargs):
     return limit_batches(lambda model: OPTIONS['batch_size'], **kwargs)
+
+
+@timm.models.register_model
+def failing(pretrained=False, **kwargs):
+    return limit_batches(lambda model: 0 if model.training else 100, RuntimeError, **kwargs)
+
+
+def test_errors_of_torch_are_one_line(photos, tmp_path):
+    message = 'phase1 stopped: CUDA out of memory. The same command goes on after the last epoch that was saved.'
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'model': 'failing', 'switch': 1})
 
 
 def test_memory_that_runs_out_in_validation(photos, tmp_path):

@@ -283,6 +283,9 @@ class Trainer:
             raise ValueError(
                 f'{name} does not fit into the memory of {self.device}: use a smaller --batch-size and another '
                 '--output, or leave a model out of --compare.') from e
+        except RuntimeError as e:
+            raise ValueError(
+                f'{name} stopped: {one_line(e)} The same command goes on after the last epoch that was saved.') from e
 
     def _predict(self, model: nn.Module, split: str = 'validation') -> Tuple[torch.Tensor, torch.Tensor]:
         model.to(self.device).eval()
