@@ -68,6 +68,7 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
         photos, output=tmp_path, model='hf-hub:alice/cnn', compare=[f'local-dir:{source}'], minutes=0.01, lr=1e-9,
         **{**OPTIONS, 'epochs': None})
     assert results['compare'].keys() == {f'local-dir:{source}'}
+    assert '--epochs 1: of ' in results['chosen'][-1]
     before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
     for name, tensor in weights(tmp_path).items():
         if name.endswith('.weight') and not name.startswith('classifier'):

@@ -113,13 +113,13 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     except (AssertionError, RuntimeError) as e:  # of timm's and torch's checks
         raise ValueError(one_line(e)) from e
     say = print if args.rank == 0 else (lambda *_, **__: None)
-    say(*chosen, sep='\n')
     if args.minutes is not None:
         seconds = args.switch * trainer.seconds_per_epoch('phase1', model)
         if args.switch < 1:
             seconds += (1 - args.switch) * trainer.seconds_per_epoch('phase2', to_phase2(model))
         args.epochs = max(round(60 * args.minutes / seconds), 1 + (args.switch < 1))
-        say(f'{args.epochs} epochs, of {seconds:.1f} seconds each')
+        chosen.append(f'--epochs {args.epochs}: of {seconds:.1f} seconds each, as a few steps take')
+    say(*chosen, sep='\n')
     switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
     epochs1, epochs2 = range(switch), range(switch, args.epochs)
     schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
