@@ -73,10 +73,8 @@ def attend_stages(model: Any, peak: Optional[float] = None) -> nn.Module:
 
 def run(title: str, epochs: int, lr: float, model: str = '', after: Optional[Run] = None,
         rewrite: Optional[Callable[[Any], nn.Module]] = None, **model_kwargs: Any) -> Run:
-    options: Dict[str, Any] = dict(img_size=IMG_SIZE, batch_size=100, epochs=epochs, lr=lr)
-    if model:
-        options.update(model=model, model_kwargs=model_kwargs)
-    return Run(title, 3000, options, after, rewrite)
+    own = dict(model=model, model_kwargs=model_kwargs) if model else {}
+    return Run(title, 3000, dict(img_size=IMG_SIZE, batch_size=100, epochs=epochs, lr=lr, **own), after, rewrite)
 
 
 SHAPE: Dict[str, Any] = dict(patch_size=4, depth=4)  # 8 x 8 tokens
