@@ -26,7 +26,7 @@ def register(build: Any) -> Any:
     """Register a function that builds a model for 32 x 32 pixels and so many classes with timm."""
     def create(pretrained_cfg_overlay: Any = None, num_classes: int = 10, **kwargs: Any) -> nn.Module:
         model = build(num_classes)
-        model.pretrained_cfg = pretrained_cfg_overlay
+        model.pretrained_cfg = {'input_size': (3, 32, 32), **(pretrained_cfg_overlay or {})}
         return model
     create.__name__, create.__module__ = build.__name__, build.__module__
     return register_model(create)

@@ -49,26 +49,19 @@ def hard(model: Any, is_thin: bool = False) -> nn.Module:
     return model
 
 
-def hard_and_spare(model: Any, scale: float) -> nn.Module:
-    """Rewrite a model with hard heads, and one more head, which attends from a random start."""
-    width = model.embed_dim
-    return with_bias_scale(timm_cmhsa.convert_model(
-        model, 'cmhsa_attn', num_heads=10, head_dim=width, qk_dim=width, rel_pos='padded_table'), scale)
-
-
-def soft(model: Any, peak: float = 0.75, is_thin: bool = False, scale: float = BIAS_SCALE) -> nn.Module:
+def soft(model: Any, is_thin: bool = False, scale: float = BIAS_SCALE, **options: Any) -> nn.Module:
     """Rewrite a model with soft heads, whose biases learn `scale` times as fast as weights."""
     width = model.embed_dim // 2 if is_thin else model.embed_dim
-    return with_bias_scale(timm_cmhsa.convert_model(model, head_dim=width, qk_dim=width, peak=peak), scale)
-
-
-def with_bias_scale(model: nn.Module, scale: float) -> nn.Module:
-    """Change how fast biases learn, and not what they are."""
+    model = timm_cmhsa.convert_model(model, head_dim=width, qk_dim=width, **{'peak': 0.75, **options})
     for module in model.modules():
-        if isinstance(module, PaddedRelPosTable):
+        if isinstance(module, PaddedRelPosTable):  # change how fast biases learn, and not what they are
             module.relative_position_bias_table.data *= module.bias_scale / scale
             module.bias_scale.fill_(scale)
     return model
+
+
+# with hard heads, and one more head, which attends from a random start
+hard_and_spare = partial(soft, architecture='cmhsa_attn', num_heads=10, rel_pos='padded_table', peak=None)
 
 
 def attend_stages(model: Any, peak: Optional[float] = None) -> nn.Module:
@@ -80,10 +73,8 @@ def attend_stages(model: Any, peak: Optional[float] = None) -> nn.Module:
 
 def run(title: str, epochs: int, lr: float, model: str = '', after: Optional[Run] = None,
         rewrite: Optional[Callable[[Any], nn.Module]] = None, **model_kwargs: Any) -> Run:
-    options: Dict[str, Any] = dict(img_size=IMG_SIZE, batch_size=100, epochs=epochs, lr=lr)
-    if model:
-        options.update(model=model, model_kwargs=model_kwargs)
-    return Run(title, 3000, options, after, rewrite)
+    own = dict(model=model, model_kwargs=model_kwargs) if model else {}
+    return Run(title, 3000, dict(img_size=IMG_SIZE, batch_size=100, epochs=epochs, lr=lr, **own), after, rewrite)
 
 
 SHAPE: Dict[str, Any] = dict(patch_size=4, depth=4)  # 8 x 8 tokens

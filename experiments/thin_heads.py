@@ -6,6 +6,7 @@ Every choice of heads starts from the same phase-1 models, converted exactly, an
 cores. The output folder gets the table and the plot.
 """
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
@@ -45,12 +46,9 @@ Results = Dict[Tuple[Heads, int], List[Result]]  # by heads and kernel
 
 def main() -> None:
     args = make_run_parser(__doc__, 'thin_heads', seeds=5).parse_args()
-    results = run_all(replicate({(heads, kernel): plan(heads, kernel) for heads in CHOICES for kernel in KERNELS},
-                                args), args)
-    models: Dict[str, nn.Module] = {
-        shape(heads, kernel): timm.create_model(
-            'cmhsa_attn', img_size=CANVAS, num_classes=10, **SHAPE, **shape_of(heads, kernel))
-        for heads, kernel in results}
+    results = run_all(replicate({each: plan(*each) for each in product(CHOICES, KERNELS)}, args), args)
+    create = partial(timm.create_model, 'cmhsa_attn', img_size=CANVAS, num_classes=10, **SHAPE)
+    models: Dict[str, nn.Module] = {shape(*each): create(**shape_of(*each)) for each in results}
     seconds = step_seconds(models, torch.randn(BATCH_SIZE, SHAPE['in_chans'], CANVAS, CANVAS), 20)
     show(markdown(results, seconds), args.output / 'thin_heads.md')
     plot(results, seconds, args.output / 'thin_heads.png')

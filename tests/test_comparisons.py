@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import table1
 import table1_cifar100
-import thin_heads
 import timm
 import torch
 import vit_starts as starts
@@ -42,11 +41,6 @@ def test_rows_of_table1_are_trained_alike():
                 assert is_plain == 3 * [row.title == 'ViT-base']
 
 
-def test_number_of_heads_is_what_the_kernel_needs():
-    assert [[thin_heads.shape(heads, kernel) for kernel in (3, 5)] for heads in thin_heads.CHOICES] == [
-        ['9 of d', '9 of d'], ['12 of 16', '12 of 16'], ['16 of 8', '20 of 8'], ['22 of 8', '26 of 8']]
-
-
 def test_settings_do_not_mix(tmp_path):
     run = ROWS[SOFT]
     others = [run, run._replace(title='other'), *(run.change(**changes) for changes in (
@@ -55,18 +49,19 @@ def test_settings_do_not_mix(tmp_path):
     assert len({other.key for other in others}) == len({other.folder(tmp_path) for other in others}) == len(others)
 
 
-def names_in(folder, split):
-    return {path.name for path in (folder / split).glob('*/*')}
+def pixels(folder, split):
+    return {Image.open(path).tobytes() for path in folder.glob(f'{split}/*/*')}
 
 
 def test_training_held_out_and_test_images_are_disjoint(tmp_path):
-    folders = [digits(tmp_path, 900, seed) for seed in range(2)]
-    for folder in folders:
-        parts = [names_in(folder, split) for split in ('train', 'validation', 'test')]
+    first, second = (digits(tmp_path, 900, seed) for seed in range(2))
+    names = [[{path.name for path in folder.glob(f'{split}/*/*')} for split in ('train', 'validation', 'test')]
+             for folder in (first, second)]
+    for parts in names:
         assert [len(part) for part in parts] == [900, 300, 597]
         assert len(set().union(*parts)) == 1797
-    assert names_in(folders[0], 'test') == names_in(folders[1], 'test')
-    assert names_in(folders[0], 'train') != names_in(folders[1], 'train')
+    assert names[0][2] == names[1][2]
+    assert names[0][0] != names[1][0]
 
 
 def write_photos(folder, num_train):
@@ -83,9 +78,6 @@ def test_photos_are_split_without_overlap(tmp_path):
     """As many of every class; the seed chooses training and held-out images, but not test images."""
     write_photos(tmp_path / 'all', num_train=20)
     first, second = (photos(tmp_path, 20, seed, tmp_path / 'all', 10) for seed in range(2))
-
-    def pixels(folder, split):
-        return {Image.open(path).tobytes() for path in (folder / split).glob('*/*')}
 
     for folder in (first, second):
         counts = [[len(list((folder / split / name).iterdir())) for name in 'ab']
@@ -124,11 +116,12 @@ def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
 @pytest.mark.parametrize(('script', 'num_rows', 'num_plots'), [
     ('table1', 8, 1), ('figure2', 4, 1), ('thin_heads', 4, 1), ('attend_resnet', 3, 0), ('pixel_models', 6, 0),
     ('hybrid_phase1', 14, 0), ('hybrid_phase2', 6, 1), ('vit_starts', 4, 0), ('natural_images', 3, 1),
+    ('two_phases', 4, 1),
 ])
 def test_scripts(script, num_rows, num_plots, tmp_path):
     """Each in its quick form, as a user runs it: the table has all rows, and every rewrite changes nothing."""
     output, options = tmp_path / 'output', []
-    if script.startswith(('hybrid', 'vit', 'natural')):
+    if script.startswith(('hybrid', 'natural', 'two', 'vit')):
         write_photos(tmp_path / 'data', num_train=60)
         options = ['--data-dir', tmp_path / 'data']
     if script == 'natural_images':
@@ -152,6 +145,12 @@ def test_scripts(script, num_rows, num_plots, tmp_path):
     if script == 'pixel_models':
         names = {path.name for path in (output / 'pictures' / 'pixel_attn_quadratic_gen').iterdir()}
         assert {'attention.png', 'centers.png', 'attention.html'} <= names
+
+
+@pytest.mark.slow
+def test_pictures_of_starts(tmp_path):
+    assert run_python(EXPERIMENTS / 'vit_start_maps.py', '--output', tmp_path / 'maps.png').returncode == 0
+    assert min(Image.open(tmp_path / 'maps.png').size) > 300
 
 
 def test_the_documents_have_the_table_of_the_stored_results():

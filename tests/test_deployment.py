@@ -1,6 +1,5 @@
 """What follows training: both phases, with soft or hard heads, go wherever timm's models go."""
 import copy
-import warnings
 
 import pytest
 import timm
@@ -139,13 +138,3 @@ def test_copies_pickles_checkpointing_and_channels_last(form, tmp_path):
     torch.testing.assert_close(model(images), expected)
     actual = model.to(memory_format=torch.channels_last)(images.to(memory_format=torch.channels_last))
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize('form', ['phase 1', 'wide', 'soft', 'inference'])
-def test_quantized_weights(form):
-    model = create(form)
-    images = images_for(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter('ignore')  # that there is a newer way to quantize
-        quantized = torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, torch.qint8)
-    assert 0 < max_error(model(images), quantized(images)) < 0.1

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import timm
 import torch
+from helpers import run_python
 from PIL import Image
 
 import timm_cmhsa
@@ -168,13 +169,9 @@ def help_text(script, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize('page', PAGES)
-def test_extras_and_files_of_shell_commands_are_there(page):
-    for words in commands(PAGES[page]):
-        for word in words:
-            if match := re.match(r'\.\[(\w+)\]$', word):
-                assert f'\n{match[1]} = [' in (ROOT / 'pyproject.toml').read_text(), words
-            if re.match(r'(examples|experiments|benchmarks|tests)/', word):
-                assert (ROOT / word).exists(), words
+def test_files_of_shell_commands_are_there(page):
+    words = [word for words in commands(PAGES[page]) for word in words]
+    assert all((ROOT / word).exists() for word in words if re.match(r'(examples|experiments|benchmarks|tests)/', word))
 
 
 # timm's own scripts
@@ -186,19 +183,14 @@ needs_clone = pytest.mark.skipif(CLONE is None, reason="needs timm's scripts: se
 @pytest.mark.slow
 @needs_clone
 def test_options_of_timms_scripts_are_there():
-    texts = {}
-    for page, text in PAGES.items():
-        for words in commands(text):
-            scripts = [i for i, word in enumerate(words) if word.startswith('pytorch-image-models/')]
-            if not scripts or '.py' not in words[scripts[0]]:
-                continue
-            name = words[scripts[0]].split('/')[1]
-            if name not in texts:
-                texts[name] = subprocess.run(
-                    [sys.executable, Path(CLONE) / name, '--help'], capture_output=True, text=True, check=True).stdout
-            for word in words[scripts[0]:]:
-                if word.startswith('--') and word != '--config':  # which train.py reads before the others
-                    assert re.search(rf'{re.escape(word.split("=")[0])}(?![\w-])', texts[name]), (page, word)
+    named = {}
+    for words in (words for text in PAGES.values() for words in commands(text)):
+        scripts = [i for i, word in enumerate(words) if re.match(r'pytorch-image-models/\w+\.py', word)]
+        for i in scripts[:1]:
+            named.setdefault(words[i].split('/')[1], set()).update(word.split('=')[0] for word in words[i:])
+    for script, words in named.items():
+        known = re.findall(r'--[\w-]+', run_python(Path(CLONE) / script, '--help').stdout)
+        assert {word for word in words if word.startswith('--')} <= {*known, '--config'}  # which train.py reads first
 
 
 @pytest.mark.slow
@@ -211,10 +203,10 @@ def test_training_on_own_images(heading, tmp_path):
     for name in ('examples', 'experiments'):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / 'pytorch-image-models').symlink_to(Path(CLONE).resolve())
-    path = f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'
+    env = {**os.environ, 'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'}
 
     def run(*words):
-        done = subprocess.run(words, cwd=tmp_path, env={**os.environ, 'PATH': path}, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f'{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}'
 
     run('python', 'examples/digits.py', 'DIR', '--num-train', '160')

@@ -144,14 +144,6 @@ def test_hint_of_a_conversion_can_be_followed(digits, phase1, tmp_path, monkeypa
     assert (tmp_path / 'output/train/phase2/last.pth.tar').exists()
 
 
-def test_phase1_weights_for_phase2_name_the_conversion(digits, phase1, tmp_path):
-    result = run_python(CLONE / 'train.py', *options(
-        digits, tmp_path / 'run', ATTN, '--initial-checkpoint', phase1 / 'model_best.pth.tar'))
-    assert result.returncode == 1
-    assert 'convert_checkpoint' in result.stderr.splitlines()[-1]
-    assert 'Missing key' not in result.stderr
-
-
 @pytest.mark.parametrize('extra', [[], ['--torchcompile'], ['--amp', '--amp-dtype', 'bfloat16', '--model-ema']])
 def test_phase2_with_hard_heads_as_shifts(digits, phase1, tmp_path, extra):
     """The result is a checkpoint of attention with the accuracy of the shifts."""
