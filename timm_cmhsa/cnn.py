@@ -4,6 +4,7 @@ import logging
 import math
 from collections import Counter
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import torch
@@ -169,6 +170,9 @@ def attend_convs(
         raise ValueError(f'None of {len(kept)} convolutions can be replaced by attention. {next(iter(kept.values()))}')
     names = [name for name, conv in convs.items() if conv in attended]
     call = dict(names=names, patch_size=patch_size, peak=peak)
+    kept_whole: Any = getattr(model, 'no_weight_decay', set)()
+    tables = {name for name, _ in model.named_parameters() if '.rel_pos.' in name}
+    model.__dict__['no_weight_decay'] = partial(frozenset, {*kept_whole, *tables})  # decay moves heads to other places
     model.__dict__['attended'] = [*getattr(model, 'attended', []), call]  # what a checkpoint says of it
     if cfg:  # timm reads from it how images have to be prepared
         cfg = {**cfg, 'input_size': input_size, 'test_input_size': None, 'fixed_input_size': True}

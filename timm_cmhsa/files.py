@@ -67,10 +67,11 @@ def check_destination(dst: PathLike, force: bool) -> Path:
 
 def _holds_our_model(folder: Path) -> bool:
     try:
-        name = read_json(folder / 'config.json').get('architecture')
+        config = read_json(folder / 'config.json')
     except CheckpointError:
         return False
-    return isinstance(name, str) and is_ours(name)
+    name = config.get('architecture')
+    return bool(config.get('attend')) or (isinstance(name, str) and is_ours(name))
 
 
 @contextlib.contextmanager

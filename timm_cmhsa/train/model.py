@@ -1,10 +1,11 @@
 """The models of a run: made by their names, or started from weights, for the images and classes at hand."""
 from argparse import Namespace
 from functools import partial
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Dict, List, Mapping, Optional
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.layers import to_2tuple
 from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
 from torch import nn
@@ -13,7 +14,6 @@ from ..attended import create_sized
 from ..checkpoint import LABEL_KEYS, Checkpoint, build_model
 from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
-from ..models import Cmhsa, checkpoint_filter_fn
 
 CLASSIFIER_STD = 0.01
 SOURCES = 'hf-hub:', 'local-dir:'  # of models with weights, before their names
@@ -43,36 +43,39 @@ def create_model(
         seed: Of new weights.
         crop_mode: How oblong images become square, in timm's terms; None for the model's own way.
         pretrained: Start from timm's weights of that name.
-        checkpoint: File to start from, see `load_weights`.
+        checkpoint: File to start from, a checkpoint or state dict of this model.
         **kwargs: Arguments of `timm.create_model`.
 
     Raises:
         ValueError: If there are no such weights, or they cannot be downloaded, or are of another model.
     """
     random_seed(seed)
-    if name.startswith(SOURCES) and (attended := _attended(name)) is not None:
-        if kwargs.get('num_classes', attended.num_classes) != attended.num_classes:
-            attended.reset_classifier(kwargs['num_classes'])
-            _start_classifier(attended)
-        return attended
     has_weights = pretrained or name.startswith(SOURCES)
-    overlay: Dict[str, Any] = {}
-    if not has_weights and checkpoint is None:
-        overlay = dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-    create = timm.create_model if img_size is None else partial(create_sized, img_size=img_size)
-    try:
-        model = create(name, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
-    except TypeError:  # an unknown argument
-        raise
-    except Exception as e:  # timm and the Hub have many kinds
-        raise ValueError(f'{name} cannot be created{" with weights" * has_weights}: {one_line(e)}') from e
+    model = _attended(name, img_size, kwargs) if has_weights else None
+    if model is None:
+        overlay: Dict[str, Any] = {}
+        if checkpoint is not None:
+            overlay = _as_pretrained(name, checkpoint)
+        elif not has_weights:
+            overlay = dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+        create = timm.create_model if img_size is None else partial(create_sized, img_size=img_size)
+        has_weights = has_weights or checkpoint is not None
+        try:
+            model = create(name, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
+        except TypeError:  # an unknown argument
+            raise
+        except Exception as e:  # timm and the Hub have many kinds
+            source = f'{checkpoint} is not of {name}' if checkpoint else (
+                f'{name} cannot be created{" with weights" * has_weights}')
+            raise ValueError(f'{source}: {one_line(e)}') from e
+        if checkpoint is not None:
+            _check_names(model, overlay['state_dict'], checkpoint)
     cfg: Dict[str, Any] = dict(model.pretrained_cfg)
+    cfg.pop('state_dict', None)
     if has_weights and model.num_classes != cfg['num_classes']:
         _start_classifier(model)
-    if checkpoint is not None:
-        cfg.update(load_weights(model, checkpoint))
-    if crop_mode is not None:
-        cfg['crop_mode'] = crop_mode
+    if crop_mode not in (None, cfg.get('crop_mode')):
+        cfg.update(crop_mode=crop_mode, crop_pct=1.)  # all of the image is asked for
     if img_size is not None:
         in_chans = kwargs.get('in_chans', cfg.get('input_size', (3,))[0])  # people's own models may lack it
         cfg.update(input_size=(in_chans, img_size, img_size), test_input_size=None)
@@ -80,43 +83,50 @@ def create_model(
     return model
 
 
-def _attended(name: str) -> Any:
+def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any:
     """Return a CNN with attention, which timm cannot create, or None."""
     try:
-        checkpoint = Checkpoint.read(name)
+        checkpoint = Checkpoint.read(name) if name.startswith(SOURCES) else None
     except (CheckpointError, HubError):
         return None  # timm says what is wrong
-    return build_model(checkpoint) if checkpoint.spec.attend else None
-
-
-def load_weights(model: Any, file: PathLike) -> Dict[str, Any]:
-    """Load a checkpoint or state dict, without a classifier of another number of classes.
-
-    Returns:
-        How images are prepared for it, as far as the file says.
-
-    Raises:
-        ValueError: If it is of another model.
-    """
-    checkpoint, own = Checkpoint.read(file), model.state_dict()
-    tensors = checkpoint.tensors
-    if isinstance(model, Cmhsa):
-        tensors = checkpoint_filter_fn(tensors, model)
-    names = model.pretrained_cfg['classifier']
-    heads = tuple(f'{name}.' for name in ((names,) if isinstance(names, str) else names))
-    fitting = {name: tensor for name, tensor in tensors.items()
-               if name in own and own[name].shape == tensor.shape}
-    others = [name for name in own if name not in fitting and not name.startswith(heads)
-              and not name.endswith('num_batches_tracked')]
-    if others:
-        found = f'has it as {tuple(tensors[others[0]].shape)}' if others[0] in tensors else 'lacks it'
+    if checkpoint is None or not checkpoint.spec.attend:
+        return None
+    model = build_model(checkpoint)
+    in_chans, size, _ = model.pretrained_cfg['input_size']
+    others = {key: value for key, value in kwargs.items() if key not in ('num_classes', 'in_chans')}
+    if img_size not in (None, size) or kwargs.get('in_chans', in_chans) != in_chans or others:
         raise ValueError(
-            f'{file} is not of this model, whose {others[0]} is {tuple(own[others[0]].shape)}: the file {found}. Give '
-            'the --model that it is of, with its arguments.')
-    if any(name not in fitting for name in own if name.startswith(heads)):
-        _start_classifier(model)
-    model.load_state_dict(fitting, strict=False)
-    return {key: value for key, value in checkpoint.spec.pretrained_cfg.items() if key not in LABEL_KEYS}
+            f'{name} has attention for {in_chans} channels of {size} x {size} pixels: leave out --img-size and '
+            '--model-kwargs.')
+    model.pretrained_cfg['num_classes'] = model.num_classes  # of the weights
+    if kwargs.get('num_classes', model.num_classes) != model.num_classes:
+        model.reset_classifier(kwargs['num_classes'])
+    return model
+
+
+def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
+    """Return a checkpoint or state dict as a pretrained configuration that timm loads, for any number of classes."""
+    checkpoint, cfg = Checkpoint.read(file), timm.get_pretrained_cfg(name)
+    tensors, told = checkpoint.tensors, checkpoint.spec.pretrained_cfg
+
+    def length(layers: Any, axis: int, default: int) -> int:
+        layer = layers if isinstance(layers, str) else layers[0] if layers else ''
+        weight = tensors.get(f'{layer}.weight')
+        return default if weight is None else weight.shape[axis]
+
+    size = to_2tuple(checkpoint.spec.model_args.get('img_size', cfg.input_size[1:]))
+    return dict(
+        {key: value for key, value in told.items() if key not in LABEL_KEYS}, state_dict=tensors, custom_load=False,
+        num_classes=length(cfg.classifier, 0, 0), input_size=(length(cfg.first_conv, 1, cfg.input_size[0]), *size))
+
+
+def _check_names(model: Any, tensors: Mapping[str, Any], file: PathLike) -> None:
+    """Raise ValueError if a file lacks a tensor of a model, but for its classifier."""
+    layers = model.pretrained_cfg['classifier']
+    others = ('num_batches_tracked', 'padding_size', *((layers,) if isinstance(layers, str) else layers))
+    lacking = [name for name in model.state_dict() if name not in tensors and not any(each in name for each in others)]
+    if lacking:
+        raise ValueError(f'{file} is not of this model, as it lacks {lacking[0]}: give the --model that it is of.')
 
 
 def freeze_features(model: Any) -> None:
@@ -130,11 +140,13 @@ def freeze_features(model: Any) -> None:
 def _start_classifier(model: Any) -> None:
     """Make the weights of a new classifier small: those of some models of timm are so large that features suffer."""
     for layer in _classifiers(model):
-        for linear in (each for each in layer.modules() if isinstance(each, nn.Linear)):
-            nn.init.trunc_normal_(linear.weight, std=CLASSIFIER_STD)
-            nn.init.zeros_(linear.bias)
+        for each in layer.modules():
+            if isinstance(each, (nn.Linear, nn.Conv2d)):
+                nn.init.trunc_normal_(each.weight, std=CLASSIFIER_STD)
+                if each.bias is not None:
+                    nn.init.zeros_(each.bias)
 
 
-def _classifiers(model: Any) -> Tuple[nn.Module, ...]:
-    head = model.get_classifier()  # distilled models have two
-    return head if isinstance(head, tuple) else (head,)
+def _classifiers(model: Any) -> List[nn.Module]:
+    names = model.pretrained_cfg['classifier']  # distilled models have two
+    return [model.get_submodule(name) for name in ((names,) if isinstance(names, str) else names)]

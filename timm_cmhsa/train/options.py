@@ -124,6 +124,10 @@ def check_options(args: argparse.Namespace) -> None:
         raise ValueError(f'--initial-checkpoint {args.initial_checkpoint} needs the name of the --model that it is of.')
     if args.pretrained and args.model is None:
         raise ValueError('--pretrained needs a --model that timm has weights of, such as resnet18.a1_in1k.')
+    if args.attend and (args.switch == 1 or args.architecture):
+        raise ValueError('--attend is what phase 2 has: use a --switch below 1, and no --architecture.')
+    if args.start and starts_from_weights(args):
+        raise ValueError('--start is for an untrained ViT: leave it out, or the weights.')
     if args.freeze and (args.attend or not starts_from_weights(args)):
         raise ValueError('--freeze trains the classifier of a model with weights: add --pretrained, without --attend.')
     for name, instead in dict(img_size='--img-size', seed='--seed', num_classes='the folders').items():
@@ -159,7 +163,8 @@ def choose_options(
     size = max((each for each in SIZES if each <= 1.15 * images.side), default=SIZES[0])
     if own:
         choose('img_size', own['input_size'][-1], 'that of the weights')
-        choose('fit', next(fit for fit, mode in CROP_MODES.items() if mode == own['crop_mode']), 'that of the weights')
+        fits = {mode: fit for fit, mode in CROP_MODES.items()}
+        choose('fit', fits.get(own['crop_mode'], 'crop'), 'that of the weights')
     choose('img_size', size, f'the shorter side of the images is {images.side} pixels')
     choose('fit', 'squash' if images.cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
     if args.fit == 'crop' and images.cropped > CROPPED_NOTED:
@@ -189,7 +194,8 @@ def choose_options(
     lr_scale = min(args.batch_size * args.grad_accum_steps * args.world_size / LR_BATCH, 1.) ** 0.5
     lr = HEAD_LR if args.freeze else PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
     if args.compare:
-        choose('compare_lr', args.lr or float(f'{(lr if own else LR) * lr_scale:.1e}'), 'of AdamW, for the others')
+        others_lr = lr if args.pretrained else LR
+        choose('compare_lr', args.lr or float(f'{others_lr * lr_scale:.1e}'), 'of AdamW, for the other models')
     kind = 'weights that are there' if own else 'small models'
     fewer = f', times the square root of {lr_scale ** 2:g} as steps are smaller' if lr_scale < 1 else ''
     choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for {kind} and AdamW{fewer}')

@@ -10,6 +10,7 @@ from timm.optim import create_optimizer_v2
 from timm.utils import init_distributed_device, random_seed
 from torch import nn
 
+from ..checkpoint import Checkpoint
 from ..cnn import attend_convs
 from ..convert import convert_model
 from ..errors import one_line
@@ -18,7 +19,7 @@ from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution
 from .data import Images, make_loaders, open_images
-from .model import create_model, freeze_features, starts_from_weights
+from .model import SOURCES, create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
 
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
     final, sizes = outcome.final, {split: len(samples) for split, samples in images.splits.items()}
     if args.rank == 0:
         save_models(outcome.saved, args.output, args.model_kwargs, images.class_names, sizes)
-    outcome.rivals = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
+    outcome.rivals = [_rival(name, rival, trainer, images, trained.seconds) for name, rival in rivals.items()]
     results: Dict[str, Any] = dict(
         phase1_top1=outcome.phase1.top1(), converted_top1=outcome.converted and outcome.converted.top1(),
         top1=final.top1(), seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
@@ -176,9 +177,13 @@ def _prepare(
               for name in args.compare}
     if args.freeze:
         freeze_features(model)
+    if args.attend and isinstance(model, Cmhsa):
+        raise ValueError(f'--attend is for CNNs of timm: {args.model} has a rewrite of its own. Leave it out.')
     if args.switch < 1 or isinstance(model, CmhsaConv):
         try:
-            to_phase2(model)
+            phase2 = to_phase2(model)
+            if args.attend:
+                Checkpoint.of(phase2)  # raises if it could not be saved
         except TypeError as e:
             raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
@@ -194,10 +199,13 @@ def _prepare(
     return images, chosen, model, rivals, trainer
 
 
-def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Judged:
+def _rival(name: str, model: nn.Module, trainer: Trainer, images: Images, duration: float) -> Judged:
     """Train another model for as many seconds, on the same images and by the same schedule."""
-    lr = trainer.args.compare_lr
-    title = f'{name}-{lr:g}'  # at another rate it is another training
+    args = argparse.Namespace(**vars(trainer.args))
+    if not args.pretrained and not name.startswith(SOURCES):
+        args.layer_decay = None
+    trainer, lr = trainer.on(args, make_loaders(images, args, data_config(model))), args.compare_lr
+    title = f'{name.replace(":", "_").replace("/", "_")}-{lr:g}'  # at another rate it is another training
     epochs = range(max(round(duration / trainer.seconds_per_epoch(title, model, lr)), 1))
     trained = trainer.fit(title, model, epochs, epochs, lr=lr)
     return trainer.judge(name, trained.judged, trained.history)

@@ -133,6 +133,12 @@ class Trainer:
 
             self.writer = SummaryWriter(str(args.output / 'tensorboard'))
 
+    def on(self, args: Namespace, loaders: Loaders) -> 'Trainer':
+        """Return a trainer of the same run with other options, on images that are prepared for another model."""
+        other = copy.copy(self)
+        other.args, other.loaders = args, loaders
+        return other
+
     def fit(
             self,
             name: str,
