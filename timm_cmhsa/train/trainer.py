@@ -1,4 +1,7 @@
-"""Train a model for some epochs of a schedule. A training that was stopped goes on to the same weights."""
+"""Train a model for some epochs of a schedule.
+
+A training that was stopped goes on to the same weights, with as many workers.
+"""
 import copy
 import itertools
 import math
