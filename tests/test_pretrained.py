@@ -74,7 +74,7 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
     before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
     for name, tensor in weights(tmp_path).items():
         if name.endswith('.weight') and not name.startswith('classifier'):
-            torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-6)
+            torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-5)
 
 
 def test_a_folder_with_attention(source, photos, tmp_path):
@@ -109,7 +109,7 @@ def test_from_a_file(form, source, photos, tmp_path):
     trained = weights(tmp_path / 'out')
     for key, tensor in model.state_dict().items():
         if key.endswith('.weight') and 'head' not in key and 'classifier' not in key:
-            torch.testing.assert_close(trained[key], tensor, rtol=0, atol=1e-6)
+            torch.testing.assert_close(trained[key], tensor, rtol=0, atol=1e-5)
 
 
 def test_phase_2_of_a_cnn(source, photos, tmp_path):
@@ -130,7 +130,7 @@ def test_phase_2_of_a_cnn(source, photos, tmp_path):
         **{**OPTIONS, 'img_size': None})
     for name, tensor in weights(tmp_path / 'next').items():
         if name.endswith('.weight'):
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
 
 
 def test_weights_of_imagenet_become_attention(photos, tmp_path, hub):

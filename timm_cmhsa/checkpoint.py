@@ -287,8 +287,7 @@ def _refuse_unknown(args: Mapping[str, Any], source: str) -> None:
     unknown = ', '.join(sorted(args.keys() - set(MODEL_ARGS)))
     if unknown:
         raise CheckpointError(
-            f'{source}: {unknown}: not an argument that is stored with these models. Choose from '
-            f'{", ".join(MODEL_ARGS)}.')
+            f'{source}: {unknown}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
 
 
 def _weights_of(folder: Path) -> Path:
