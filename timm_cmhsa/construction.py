@@ -315,4 +315,3 @@ def _offset_block(kernel: torch.Tensor, row_tap: torch.Tensor, col_tap: torch.Te
     reads input pixel s, channel i.
     """
     return torch.einsum('imp,dcmn,jnq->pqcijd', row_tap, kernel, col_tap).flatten(0, 2).flatten(1)
-
