@@ -188,6 +188,7 @@ def test_depthwise_attention_learns(peak):
         assert moved[1]['key'] > 1e-9
 
 
+@pytest.mark.skipif(torch.__version__ < '2.7', reason='torch.export of 2.6 takes the batch for a constant')
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
 @pytest.mark.parametrize('form', ['soft', 'hard', 'shifts', 'inference'])
 def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):

@@ -14,6 +14,8 @@ from timm_cmhsa.images import data_config
 onnx = pytest.importorskip('onnx')
 onnxruntime = pytest.importorskip('onnxruntime')
 pytest.importorskip('onnxscript')
+if torch.__version__ < '2.7':
+    pytest.skip('the exporter of torch 2.6 fails on batch norm', allow_module_level=True)
 
 NAMES = ['caf\u00e9', 'dog', 'owl']
 EXPORT = '-m', 'timm_cmhsa.export'
