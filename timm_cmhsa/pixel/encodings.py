@@ -33,7 +33,7 @@ class QuadraticRelPos(OffsetRelPos):
 
     def inv_root(self) -> torch.Tensor:
         """Return a square root of the inverse covariance of every head's Gaussian, (num_heads, 2, 2), in patches^-1."""
-        return self.inv_std[:, None, None] * torch.eye(2, device=self.inv_std.device, dtype=self.inv_std.dtype)
+        return self.inv_std.unsqueeze(1).expand(-1, 2).diag_embed()
 
     def inv_covariance(self) -> torch.Tensor:
         """Return the inverse covariance of every head's Gaussian, (num_heads, 2, 2), in patches^-2."""
