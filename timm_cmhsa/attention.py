@@ -26,7 +26,6 @@ class RelPosAttention(nn.Module):
     points outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
     fused_attn: Final[bool]
-    hard_form: Any = HardAttention  # of `fuse`
     if TYPE_CHECKING:  # TorchScript knows no such annotations
         shifts: Optional[HeadShifts]
         proj: Any
@@ -50,16 +49,14 @@ class RelPosAttention(nn.Module):
     ) -> None:
         """
         Args:
-            dim: Token width.
+            dim, dim_out: Widths of tokens, before and after; by default the same.
             grid_size: Patches per image side.
             num_heads: Number of heads, N_H.
             head_dim: Width of a head's values, d_H; by default that of a token, as in the paper.
             qk_dim: Width of a head's queries and keys; by default 64, or 32 for heads thinner than a token, and at most
                 `head_dim`. The paper has `head_dim`. Positions need no queries: these carry content alone.
-            dim_out: Output width; by default that of a token.
             qkv_bias: Give queries, keys and values a bias.
-            attn_drop: Dropout rate of the attention weights.
-            proj_drop: Dropout rate of the output.
+            attn_drop, proj_drop: Dropout rates of the attention weights and of the output.
             rel_pos: Relative position bias, 'table' or 'padded_table'.
             padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
             hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
@@ -115,10 +112,8 @@ class RelPosAttention(nn.Module):
                 q, k, v, attn_mask=attn_bias, dropout_p=self.attn_drop.p if self.training else 0., scale=self.scale)
         else:
             attn = (q * self.scale) @ k.transpose(-2, -1) + attn_bias
-            attn = self.attn_drop(attn.softmax(dim=-1))
-            x = attn @ v
-        x = self.proj(x.transpose(1, 2).flatten(2))
-        return self.proj_drop(x)
+            x = self.attn_drop(attn.softmax(dim=-1)) @ v
+        return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
     def value_weight(self) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
         """Return the weight, (num_heads * head_dim, dim), and the bias of the values."""
@@ -196,14 +191,14 @@ class RelPosAttention(nn.Module):
             offsets = self.all_hard_offsets()
         except ValueError:
             return self
-        return self.hard_form(self, offsets) if any(offset is not None for offset in offsets) else self
+        return HardAttention(self, offsets) if any(offset is not None for offset in offsets) else self
 
     def args(self) -> Dict[str, Any]:
         """Return the arguments of a model with such layers."""
+        padding = self.rel_pos.padding if isinstance(self.rel_pos, PaddedRelPosTable) else None
         return dict(
             num_heads=self.num_heads, head_dim=self.head_dim, qk_dim=self.qk_dim, qkv_bias=self.qkv.bias is not None,
-            rel_pos=self.rel_pos.name,
-            padding=self.rel_pos.padding if isinstance(self.rel_pos, PaddedRelPosTable) else None)
+            rel_pos=self.rel_pos.name, padding=padding)
 
     def extra_repr(self) -> str:
         return f'num_heads={self.num_heads}, head_dim={self.head_dim}, qk_dim={self.qk_dim}'

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
+from .convert import text_table
 from .errors import one_line
 from .layers import Size2d, patchify, unpatchify
 
@@ -47,12 +48,7 @@ def map_to_tokens(x: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: 
 @torch.fx.wrap
 @register_notrace_function
 def tokens_to_map(
-        tokens: torch.Tensor,
-        like: torch.Tensor,
-        map_size: Pair,
-        patch_size: Pair,
-        grid_size: Pair,
-) -> torch.Tensor:
+        tokens: torch.Tensor, like: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: Pair) -> torch.Tensor:
     """Put patches together as a feature map, in the memory format of another map, as convolutions do."""
     x = unpatchify(tokens, patch_size, grid_size)[..., :map_size[0], :map_size[1]]
     if like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous():
@@ -68,14 +64,8 @@ class AttendedConv2d(nn.Module):
     """
 
     def __init__(
-            self,
-            conv: nn.Conv2d,
-            map_size: Pair,
-            out_size: Pair,
-            patch_size: Size2d,
-            options: HeadOptions,
-            generator: torch.Generator,
-    ) -> None:
+            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: Size2d, options: HeadOptions,
+            generator: torch.Generator) -> None:
         super().__init__()
         self.map_size, self.out_size = map_size, out_size
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
@@ -92,18 +82,15 @@ class AttendedConv2d(nn.Module):
         self.train(conv.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.attend(input)
-
-    def attend(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = self.attn(map_to_tokens(x, self.map_size, self.patch_size, self.grid_size))
-        return tokens_to_map(tokens, x, self.out_size, self.out_patch_size, self.grid_size)
+        tokens = self.attn(map_to_tokens(input, self.map_size, self.patch_size, self.grid_size))
+        return tokens_to_map(tokens, input, self.out_size, self.out_patch_size, self.grid_size)
 
 
 class AttendedConv1d(AttendedConv2d):
     """The same for sequences, as images of one row: (B, C_in, L) to (B, C_out, L_out)."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return self.attend(input.unsqueeze(-2)).squeeze(-2)
+        return super().forward(input.unsqueeze(-2)).squeeze(-2)
 
 
 def attend_convs(
@@ -188,22 +175,19 @@ def attention_summary(model: nn.Module) -> str:
 
     Layers that were reparameterized since are left out.
     """
-    rows = [('layer', 'convolution', 'tokens', 'heads', 'params, M', 'multiply-accumulates, M')]
-    costs = []
+    rows, costs = [('layer', 'convolution', 'tokens', 'heads', 'params, M', 'multiply-accumulates, M')], []
     for name, module in unwrap_model(model).named_modules():
         if isinstance(module, AttendedConv2d) and isinstance(module.attn, RelPosAttention):
-            attn, grid_size = module.attn, module.grid_size
+            attn, (height, width) = module.attn, module.grid_size
             num_params = sum(parameter.numel() for parameter in attn.parameters())
             num_weights = attn.qkv.weight.numel() + attn.proj.weight.numel()
-            macs = _macs(num_weights, attn.num_heads * (attn.qk_dim + attn.head_dim), math.prod(grid_size))
+            macs = _macs(num_weights, attn.num_heads * (attn.qk_dim + attn.head_dim), height * width)
             costs.append([module.num_params, num_params, module.macs, macs])
-            kernel = 'x'.join(map(str, module.kernel_size))
-            rows.append((
-                name, f'{kernel}, stride {module.stride[0]}', f'{grid_size[0]} x {grid_size[1]}',
-                f'{attn.num_heads} of {attn.head_dim}', *_changes(costs[-1])))
+            kernel = f"{'x'.join(map(str, module.kernel_size))}, stride {module.stride[0]}"
+            heads = f'{attn.num_heads} of {attn.head_dim}'
+            rows.append((name, kernel, f'{height} x {width}', heads, *_changes(costs[-1])))
     rows.append((f'{len(costs)} in all', '', '', '', *_changes([sum(column) for column in zip(*costs)] or [0] * 4)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return text_table(rows)
 
 
 def _changes(costs: Sequence[int]) -> Tuple[str, str]:
@@ -225,19 +209,11 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:
 
 
 def _replace(
-        model: nn.Module,
-        convs: Mapping[str, nn.Module],
-        attended: Mapping[nn.Module, nn.Module],
-        input_size: Tuple[int, ...],
-        expected: Any,
-) -> List[nn.Module]:
-    """Put attention in place of convolutions if the model's output stays the same.
+        model: nn.Module, convs: Mapping[str, nn.Module], attended: Mapping[nn.Module, nn.Module],
+        input_size: Tuple[int, ...], expected: Any) -> List[nn.Module]:
+    """Put attention in place of convolutions. Return those that the model still calls, which are put back.
 
-    Returns:
-        Convolutions that the model still calls. These are put back.
-
-    Raises:
-        ValueError: If the model does not run, or its output changes. All convolutions are put back.
+    If the model's output changes, all are put back, with a ValueError.
     """
     called = list(attended)
     try:
@@ -258,9 +234,7 @@ def _replace(
 
 @torch.no_grad()
 def _run(
-        model: nn.Module,
-        input_size: Tuple[int, ...],
-        convs: Iterable[nn.Module],
+        model: nn.Module, input_size: Tuple[int, ...], convs: Iterable[nn.Module],
 ) -> Tuple[Any, Dict[nn.Module, Shapes]]:
     """Run the model on a random input, and return its output and the shapes that convolutions see.
 
@@ -305,12 +279,7 @@ def _is_changed(conv: nn.Module) -> bool:
 
 
 def _attend(
-        conv: Any,
-        shapes: Shapes,
-        patch_size: int,
-        options: HeadOptions,
-        generator: torch.Generator,
-) -> AttendedConv2d:
+        conv: Any, shapes: Shapes, patch_size: int, options: HeadOptions, generator: torch.Generator) -> AttendedConv2d:
     if len(shapes) != 1:
         raise ValueError('It is not called.' if not shapes else f'It is called with maps of {len(shapes)} sizes.')
     (in_shape, out_shape), = shapes
@@ -358,12 +327,8 @@ def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: Size2d)
 
 
 def _cheapest_rewrite(
-        conv: nn.Conv2d,
-        patch_size: Pair,
-        grid_size: Pair,
-        options: HeadOptions,
-        generator: torch.Generator,
-) -> RelPosAttention:
+        conv: nn.Conv2d, patch_size: Pair, grid_size: Pair, options: HeadOptions,
+        generator: torch.Generator) -> RelPosAttention:
     """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones.
 
     Heads that keep the groups of a convolution apart carry whole patches.
@@ -384,8 +349,8 @@ def _cheapest_rewrite(
         raise ValueError(
             f'Its {num_heads} heads on a map of {grid_size[0]} x {grid_size[1]} tokens would need more than '
             f'{MAX_BIAS_ENTRIES / 2 ** 28:g} GiB for their biases: use larger patches or a smaller input.')
-    options = options._replace(head_dim=head_dim)
-    return rewrite(conv, patch_size, grid_size, options, generator, plans[head_dim], conv.groups)
+    return rewrite(
+        conv, patch_size, grid_size, options._replace(head_dim=head_dim), generator, plans[head_dim], conv.groups)
 
 
 def _macs(num_weights: int, attn_dim: int, num_patches: int) -> int:

@@ -3,7 +3,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import timm
 import torch
@@ -79,14 +79,8 @@ def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> 
     args.pop('kernel_size')
     overlay = {key: source[key] for key in DATA_KEYS if source.get(key) is not None}
     overlay.update(input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
-    return timm.create_model(
-        architecture,
-        **args,
-        **model.drop_rates,
-        **attn.args(),
-        pretrained_cfg_overlay=overlay,
-        device=torch.device('meta'),
-    )
+    args.update(model.drop_rates, **attn.args())
+    return timm.create_model(architecture, **args, pretrained_cfg_overlay=overlay, device=torch.device('meta'))
 
 
 def _plain_model(model: nn.Module) -> CmhsaConv:
@@ -181,10 +175,14 @@ class ConversionReport:
 
     def __str__(self) -> str:
         rows = [(layer.name, f'{layer.heads_used} of {layer.num_heads}', f'{layer.error:.1e}') for layer in self.layers]
-        rows = [('layer', 'heads used', 'error'), *rows]
-        widths = [max(map(len, column)) for column in zip(*rows)]
-        lines = ['  '.join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return '\n'.join(lines + [f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items()])
+        table = text_table([('layer', 'heads used', 'error'), *rows])
+        return '\n'.join([table, *(f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items())])
+
+
+def text_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return rows of text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @torch.inference_mode()

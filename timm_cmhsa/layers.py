@@ -35,12 +35,12 @@ def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
     """
     if isinstance(patch_size, int):
         patch_size = (patch_size, patch_size)
-    batch, chans, height, width = images.shape
-    if height % patch_size[0] != 0 or width % patch_size[1] != 0:
+    (patch_h, patch_w), (batch, chans, height, width) = patch_size, images.shape
+    if height % patch_h != 0 or width % patch_w != 0:
         raise ValueError(f'Images of {height} x {width} pixels cannot be cut into patches of {patch_size}.')
-    grid_h, grid_w = height // patch_size[0], width // patch_size[1]
-    pixels = images.reshape(batch, chans, grid_h, patch_size[0], grid_w, patch_size[1])
-    return pixels.permute(0, 2, 4, 3, 5, 1).reshape(batch, grid_h * grid_w, patch_size[0] * patch_size[1] * chans)
+    grid_h, grid_w = height // patch_h, width // patch_w
+    pixels = images.reshape(batch, chans, grid_h, patch_h, grid_w, patch_w)
+    return pixels.permute(0, 2, 4, 3, 5, 1).reshape(batch, grid_h * grid_w, patch_h * patch_w * chans)
 
 
 @torch.fx.wrap
@@ -63,15 +63,12 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
         patch_size = (patch_size, patch_size)
     if isinstance(grid_size, int):
         grid_size = (grid_size, grid_size)
-    batch, num_patches, dim = tokens.shape
-    if num_patches != grid_size[0] * grid_size[1] or dim % (patch_size[0] * patch_size[1]) != 0:
+    (patch_h, patch_w), (grid_h, grid_w), (batch, num_patches, dim) = patch_size, grid_size, tokens.shape
+    if num_patches != grid_h * grid_w or dim % (patch_h * patch_w) != 0:
         raise ValueError(
             f'{num_patches} tokens of width {dim} are not a grid of {grid_size} patches of {patch_size} pixels.')
-    chans = dim // (patch_size[0] * patch_size[1])
-    pixels = tokens.reshape(batch, grid_size[0], grid_size[1], patch_size[0], patch_size[1], chans)
-    images = pixels.transpose(2, 3).reshape(
-        batch, grid_size[0] * patch_size[0], grid_size[1] * patch_size[1], chans)
-    return images.permute(0, 3, 1, 2)
+    pixels = tokens.reshape(batch, grid_h, grid_w, patch_h, patch_w, dim // (patch_h * patch_w)).transpose(2, 3)
+    return pixels.reshape(batch, grid_h * patch_h, grid_w * patch_w, pixels.shape[-1]).permute(0, 3, 1, 2)
 
 
 @torch.fx.wrap
@@ -133,15 +130,8 @@ class PatchConv2d(nn.Module):
     patch_size: Final[Tuple[int, int]]
 
     def __init__(
-            self,
-            dim: int,
-            patch_size: Size2d,
-            grid_size: Size2d,
-            kernel_size: Size2d = 3,
-            proj_drop: float = 0.,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
-    ) -> None:
+            self, dim: int, patch_size: Size2d, grid_size: Size2d, kernel_size: Size2d = 3, proj_drop: float = 0.,
+            **dd: Any) -> None:
         """
         Args:
             dim: Token width, P * P * C.
@@ -149,6 +139,7 @@ class PatchConv2d(nn.Module):
             grid_size: Patches per image side.
             kernel_size: Kernel of the convolution, odd.
             proj_drop: Dropout rate of the output.
+            **dd: Device and dtype.
 
         Raises:
             ValueError: If the kernel is even, which would change the image size.
@@ -161,7 +152,7 @@ class PatchConv2d(nn.Module):
         self.grid_size = to_2tuple(grid_size)
         chans = dim // math.prod(self.patch_size)
         padding = (kernel_h // 2, kernel_w // 2)
-        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=padding, device=device, dtype=dtype)
+        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=padding, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
@@ -210,15 +201,8 @@ class DepthwiseMlp(nn.Module):
     """
 
     def __init__(
-            self,
-            in_features: int,
-            hidden_features: Optional[int] = None,
-            act_layer: Any = nn.GELU,
-            norm_layer: Any = None,
-            bias: bool = False,
-            drop: float = 0.,
-            **dd: Any,
-    ) -> None:
+            self, in_features: int, hidden_features: Optional[int] = None, act_layer: Any = nn.GELU,
+            norm_layer: Any = None, bias: bool = False, drop: float = 0., **dd: Any) -> None:
         super().__init__()
         hidden = hidden_features or in_features
         self.grid_size = (1, 1)

@@ -177,17 +177,9 @@ class CmhsaAttn(Cmhsa):
     """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
 
     def __init__(
-            self,
-            *,
-            num_heads: int = 9,
-            head_dim: Optional[int] = None,
-            qk_dim: Optional[int] = None,
-            qkv_bias: bool = True,
-            rel_pos: str = 'table',
-            padding: Optional[Size2d] = None,
-            hard_attn: bool = False,
-            **kwargs: Any,
-    ) -> None:
+            self, *, num_heads: int = 9, head_dim: Optional[int] = None, qk_dim: Optional[int] = None,
+            qkv_bias: bool = True, rel_pos: str = 'table', padding: Optional[Size2d] = None, hard_attn: bool = False,
+            **kwargs: Any) -> None:
         """
         Args:
             num_heads, head_dim, qk_dim, qkv_bias, rel_pos, padding, hard_attn: See `RelPosAttention`.
@@ -250,12 +242,12 @@ def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: Cmhsa) -> D
     check_phase(state_dict, model)
     out_dict = dict(state_dict)
     for name, module in model.named_modules():
-        key = f'{name}.relative_position_bias_table'
-        if isinstance(module, RelPosTable) and key in state_dict:
-            source = _grid_of_table(model, len(state_dict[key]), module.padding)
+        table = state_dict.get(f'{name}.relative_position_bias_table')
+        if isinstance(module, RelPosTable) and table is not None:
+            source = _grid_of_table(model, len(table), module.padding)
             if source is not None and source != module.grid_size:
-                scale = state_dict.get(f'{name}.bias_scale')
-                out_dict[key] = module.resize_table(state_dict[key], source, module.grid_size, scale)
+                table = module.resize_table(table, source, module.grid_size, state_dict.get(f'{name}.bias_scale'))
+                out_dict[f'{name}.relative_position_bias_table'] = table
     return out_dict
 
 
@@ -271,25 +263,15 @@ def _grid_of_table(model: Cmhsa, table_length: int, padding: Grid) -> Optional[G
 
 
 def create_cmhsa(
-        cls: Type[T],
-        variant: str,
-        pretrained: bool,
-        kwargs: Dict[str, Any],
-        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn,
-        **defaults: Any,
-) -> T:
+        cls: Type[T], variant: str, pretrained: bool, kwargs: Dict[str, Any],
+        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn, **defaults: Any) -> T:
     """Build a registered model; `kwargs` overrule the variant's `defaults` and `HEADS`."""
     args = {**HEADS.get(variant, {}), **defaults, **kwargs}
     first_conv = 'patch_embed.proj.0.conv' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'
     args['pretrained_cfg_overlay'] = {**(args.get('pretrained_cfg_overlay') or {}), 'first_conv': first_conv}
+    feature_cfg = dict(out_indices=args.pop('out_indices', 3), feature_cls='getter')
     return build_model_with_cfg(
-        cls,
-        variant,
-        pretrained,
-        pretrained_filter_fn=filter_fn,
-        feature_cfg=dict(out_indices=args.pop('out_indices', 3), feature_cls='getter'),
-        **args,
-    )
+        cls, variant, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=feature_cfg, **args)
 
 
 HYBRID_SIZES = 32, 64, 96, 224  # pixels

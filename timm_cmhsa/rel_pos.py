@@ -53,12 +53,12 @@ class OffsetRelPos(nn.Module):
         offsets = torch.stack(torch.meshgrid(-rows, -cols, indexing='ij'), dim=-1).flatten(0, 1)
         rows, cols = (torch.arange(-pad, size + pad, device=device) for pad, size in zip(self.padding, self.grid_size))
         position = rows[:, None] * (2 * (width + pad_w) - 1) + cols
-        middle = position[pad_h:pad_h + height]
-        ring = position[:pad_h], position[pad_h + height:], middle[:, :pad_w], middle[:, pad_w + width:]
-        patches = middle[:, pad_w:pad_w + width]
+        above, middle, below = position.split([pad_h, height, pad_h])
+        left, patches, right = middle.split([pad_w, width, pad_w], dim=1)
+        parts = patches, above, below, left, right
         # An index of all pairs would be larger than the model for feature maps of thousands of pixels.
         self.register_buffer('offsets', offsets, persistent=False)
-        self.register_buffer('position', torch.cat([part.flatten() for part in (patches, *ring)]), persistent=False)
+        self.register_buffer('position', torch.cat([part.flatten() for part in parts]), persistent=False)
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         self.init_non_persistent_buffers()
@@ -182,15 +182,12 @@ class PaddedRelPosTable(RelPosTable):
         device = table.device if table.is_meta else torch.device('cpu')  # not every device has float64
         scale = (self.bias_scale if scale is None else scale).to(device)
         growth = self.num_keys(new_size) / self.num_keys(grid_size)
-        exact = table.to(device, torch.float64)
-        # most offsets have the bias of the median, unless there is only the one of a single patch
-        baseline = exact.median(dim=0).values if len(table) > 1 else exact.new_zeros(())
-        centered = exact - baseline
+        centered = table.to(device, torch.float64)
+        if len(table) > 1:  # most offsets have the bias of the median, unless there is only the one of a single patch
+            centered = centered - centered.median(dim=0).values
         bias = centered * scale
-        # log(1 + growth * (exp(bias) - 1)), without overflow
-        grown = bias + (growth + (1 - growth) * (-bias).exp()).log()
-        table = torch.where(bias > 0, grown / scale, centered).to(table)
-        return super().resize_table(table, grid_size, new_size)
+        grown = bias + (growth + (1 - growth) * (-bias).exp()).log()  # log(1 + growth * (exp(bias) - 1)), no overflow
+        return super().resize_table(torch.where(bias > 0, grown / scale, centered).to(table), grid_size, new_size)
 
     def num_keys(self, grid_size: Grid) -> int:
         """Return the number of keys of every query, those of the padding included."""
@@ -201,13 +198,12 @@ class PaddedRelPosTable(RelPosTable):
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
         bias = self.pair_bias()
-        num_patches = bias.shape[2]
-        inside = bias[..., :num_patches]
+        inside, outside = bias[..., :bias.shape[2]], bias[..., bias.shape[2]:]
         if self.padding == (0, 0):  # ONNX has no logsumexp of nothing
-            outside = torch.full_like(inside[..., :1], -math.inf)
+            zero_key = torch.full_like(inside[..., :1], -math.inf)
         else:
-            outside = bias[..., num_patches:].logsumexp(dim=-1, keepdim=True)
-        return torch.cat([inside, outside + self.zero_key_bias.view(-1, 1, 1)], dim=-1)
+            zero_key = outside.logsumexp(dim=-1, keepdim=True)
+        return torch.cat([inside, zero_key + self.zero_key_bias.view(-1, 1, 1)], dim=-1)
 
     @torch.no_grad()
     def point_head(self, head: int, offsets: List[Tuple[int, int]], sharpness: float) -> None:

@@ -31,12 +31,8 @@ TOLERANCE = 0.01  # of a peak
 
 @torch.no_grad()
 def start_as_convolution(
-        model: Any,
-        images: Optional[Union[torch.Tensor, PathLike]] = None,
-        peak: float = 0.75,
-        kernel_size: int = 3,
-        seed: int = 0,
-) -> Any:
+        model: Any, images: Optional[Union[torch.Tensor, PathLike]] = None, peak: float = 0.75, kernel_size: int = 3,
+        seed: int = 0) -> Any:
     """Point every head of an untrained ViT at one of the K x K nearest patches, in place. Return the model.
 
     The model keeps its interface: it trains, loads and exports as before. Call this again after `set_input_size`, which
@@ -57,8 +53,7 @@ def start_as_convolution(
         seed: Shuffles the offsets, and draws the values.
 
     Raises:
-        ValueError: If the attention of the model cannot be pointed, or an argument is out of range. The model is as it
-            was.
+        ValueError: If the model's attention cannot be pointed, or an argument is out of range. Nothing was changed.
     """
     grid_size = _check(model, peak, kernel_size)
     started = copy.deepcopy(model)  # an error leaves the model as it was
@@ -259,12 +254,9 @@ def _frequencies(num_freqs: int) -> torch.Tensor:
 
 def rotation(offset: Offset, num_freqs: int) -> torch.Tensor:
     """Return the matrix that moves a position code by an offset: shape (4 * num_freqs, 4 * num_freqs)."""
-    blocks = []
-    for distance in offset:
-        angle = distance * _frequencies(num_freqs)
-        cos, sin = angle.cos().diag(), angle.sin().diag()
-        blocks.append(torch.cat([torch.cat([cos, -sin], dim=1), torch.cat([sin, cos], dim=1)]))
-    return torch.block_diag(*blocks)
+    angles = torch.tensor(offset).unsqueeze(1) * _frequencies(num_freqs)
+    cos, sin = angles.cos().diag_embed(), angles.sin().diag_embed()  # of rows and of columns
+    return torch.block_diag(*torch.cat([torch.cat([cos, -sin], dim=2), torch.cat([sin, cos], dim=2)], dim=1))
 
 
 def _deal(num_layers: int, num_heads: int, kernel_size: int, seed: int) -> List[List[Offset]]:
