@@ -42,9 +42,8 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `convert_checkpoint`; return its exit code."""
     parser = _convert_parser()
     args = vars(parse_options(parser, argv))
-    repo_id, private, license = args.pop('push_to_hub'), args.pop('private'), args.pop('license')
-    dst, model_kwargs = args['dst'], args.pop('model_kwargs')
-    model_kwargs.update({key: args.pop(key) for key in ('img_size', 'patch_size', 'in_chans') if key in args})
+    dst, repo_id = args['dst'], args.pop('push_to_hub')
+    private, license = args.pop('private'), args.pop('license')
     if repo_id is None and (private or license):
         parser.error('--private and --license are for --push-to-hub USER/NAME')
     if repo_id is not None and dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
@@ -53,7 +52,7 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     def convert() -> None:
         if repo_id is not None:
             check_repo_id(repo_id)
-        report = convert_checkpoint(**args, model_kwargs=model_kwargs)
+        report = convert_checkpoint(**args)
         print(f'{report}\nwritten to {dst}')
         if repo_id is not None:
             url = push_to_hub(load_model(dst), repo_id, private=private, license=license, details=report.details)
@@ -87,26 +86,24 @@ def run_command(prog: str, command: Callable[[], Any], extra: str = 'train') -> 
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')  # names may have letters that a console has not
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # temporary files are removed then
+    code, report = 2, []
     try:
         command()
-    except VerificationError as e:
-        *report, message = str(e).splitlines()
-        print(*report, f'{prog}: error: {message}', sep='\n', file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as e:
-        print(f"{prog}: error: {one_line(e)} Try pip install 'timm_cmhsa[{extra}]'.", file=sys.stderr)
-        return 2
-    except (ValueError, TypeError, OSError) as e:
-        file = getattr(e, 'filename', None)
-        print(f'{prog}: error: {"" if file is None else f"{file}: "}{one_line(e, 1000)}', file=sys.stderr)
-        return 2
-    except HubError as e:
-        print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
-        return 3
+        return 0
     except KeyboardInterrupt:
         print(f'\n{prog}: interrupted', file=sys.stderr)
         return 130
-    return 0
+    except VerificationError as e:
+        code, (*report, reason) = 1, str(e).splitlines()
+    except HubError as e:
+        code, reason = 3, one_line(e, 1000)
+    except ModuleNotFoundError as e:
+        reason = f"{one_line(e)} Try pip install 'timm_cmhsa[{extra}]'."
+    except (ValueError, TypeError, OSError) as e:
+        file = getattr(e, 'filename', None)
+        reason = f'{"" if file is None else f"{file}: "}{one_line(e, 1000)}'
+    print(*report, f'{prog}: error: {reason}', sep='\n', file=sys.stderr)
+    return code
 
 
 def parse_options(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -136,10 +133,9 @@ def _convert_parser() -> argparse.ArgumentParser:
     add('--num-heads', metavar='N', type=int, help='number of heads (default: as the architecture, or more if needed)')
     add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
     add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: as the architecture)')
-    for name, kind, text in (('img-size', _size, 'image size, N or HxW pixels'),
-                             ('patch-size', _size, 'patch size, N or HxW pixels'),
-                             ('in-chans', int, 'image channels')):
-        add(f'--{name}', metavar='N', type=kind, default=argparse.SUPPRESS, help=f'{text}, if the checkpoint lacks it')
+    add('--img-size', metavar='N', type=_size, help='image size, N or HxW pixels, if the checkpoint lacks it')
+    add('--patch-size', metavar='N', type=_size, help='patch size, N or HxW pixels, if the checkpoint lacks it')
+    add('--in-chans', metavar='N', type=int, help='image channels, if the checkpoint lacks it')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='other arguments of the phase-1 model that the checkpoint lacks, such as global_pool=max')
     add('--no-ema', dest='use_ema', action='store_false', help='convert the raw weights, not the averaged ones')

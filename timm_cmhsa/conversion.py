@@ -39,11 +39,10 @@ def convert_checkpoint(
     Checkpoints in half precision are converted, and saved, in float32.
 
     Args:
-        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on the
-            Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
+        src: See `load_model`.
         dst: Folder for `timm.create_model('local-dir:DST', pretrained=True)`, or a `.safetensors` or `.pth` file.
         architecture: See `convert_model`.
-        use_ema: Convert the averaged weights of a training checkpoint if it has them, as timm does.
+        use_ema: See `load_model`.
         images: Folder of images to verify on besides random ones; at most 64 are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
         force: Replace the file, or the folder of a model of this package, at the destination.
@@ -57,10 +56,9 @@ def convert_checkpoint(
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
     heads, others = _split(options)
-    heads.check()
     dst = check_destination(dst, force)
     source = Path(os.path.realpath(local_path(src)))
-    if dst in (source, *source.parents) or (dst.parent == source and dst.is_file()):
+    if source.is_relative_to(dst) or (dst.parent == source and dst.is_file()):
         raise CheckpointError(f'{dst} is the source, or one holds the other: choose another destination.')
     checkpoint = Checkpoint.read(src, use_ema)
     model = _phase1_model(checkpoint, {**others, **(model_kwargs or {})})
@@ -110,7 +108,6 @@ def convert_state_dict(
 
 
 def _split(options: Mapping[str, Any]) -> Any:
-    """Return options of heads, and all others."""
     heads = {key: value for key, value in options.items() if key in HeadOptions._fields}
     return HeadOptions(**heads), {key: value for key, value in options.items() if key not in heads}
 

@@ -66,12 +66,10 @@ def check_destination(dst: PathLike, force: bool) -> Path:
 
 
 def _holds_our_model(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(CheckpointError):
         config = read_json(folder / 'config.json')
-    except CheckpointError:
-        return False
-    name = config.get('architecture')
-    return bool(config.get('attend')) or (isinstance(name, str) and is_ours(name))
+        return bool(config.get('attend')) or is_ours(str(config.get('architecture')))
+    return False
 
 
 @contextlib.contextmanager
@@ -99,10 +97,8 @@ def replacing(dst: Path, force: bool) -> Iterator[Path]:
                     old.rename(dst)
                 raise
             shutil.rmtree(old)
-        elif new.is_dir():
-            new.rename(dst)  # The system refuses to replace anything but an empty folder.
         else:
-            new.replace(dst)
+            new.replace(dst)  # The system refuses to replace a folder that is not empty, and anything by a folder.
     except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         kept = f' The old model is at {old}.' if old.is_dir() else ''
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e
