@@ -1,6 +1,6 @@
 """CNNs of timm with attention in place of convolutions: what a config.json says about one, and the model made of it."""
 import reprlib
-from typing import Any, Mapping, Optional, Sequence
+from typing import Any, Mapping, Sequence
 
 import timm
 import torch
@@ -37,30 +37,22 @@ def _is_call(call: Any) -> bool:
 
 def check_attended(model: Any, args: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless a CNN's name and these arguments give it anew, and it can be trained on."""
-    architecture, (in_chans, *img_size) = model.pretrained_cfg['architecture'], model.pretrained_cfg['input_size']
-    if is_ours(architecture):
-        raise CheckpointError(f'attend_convs is for CNNs of timm: {architecture} has convert_model.')
     layers = [module.attn for module in model.modules() if isinstance(module, AttendedConv2d)]
     if not all(isinstance(layer, RelPosAttention) for layer in layers):
         raise CheckpointError('A model that was reparameterized for inference cannot be built anew: save its source.')
+    in_chans, *img_size = model.pretrained_cfg['input_size']
     args = dict(args, in_chans=in_chans, img_size=tuple(img_size))
-    _check_others(architecture, args, model.attended, model.state_dict(), 'The model')
+    _check_others(model.pretrained_cfg['architecture'], args, model.attended, model.state_dict(), 'The model')
 
 
 def create_attended(
-        architecture: Optional[str],
-        args: Mapping[str, Any],
-        attend: Sequence[Mapping[str, Any]],
-        tensors: Mapping[str, torch.Tensor],
-        source: str,
-) -> Any:
+        architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, torch.Tensor], source: str) -> Any:
     """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode.
 
     `args` are those of `timm.create_model`, with `img_size` and `in_chans`. CheckpointError tells what does not fit.
     """
-    if architecture is None or not timm.is_model(architecture) or is_ours(architecture):
-        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
-    if not {'in_chans', 'img_size'} <= args.keys():
+    if not args.keys() >= {'in_chans', 'img_size'}:
         raise CheckpointError(f'{source}: its config.json lacks input_size, of pretrained_cfg.')
     _check_others(architecture, args, attend, tensors, source)
     model = create_sized(architecture, **args)
@@ -78,6 +70,8 @@ def _check_others(
         architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
         tensors: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise CheckpointError unless tensors fit a CNN but for its attention. This takes no memory."""
+    if not timm.is_model(architecture) or is_ours(architecture):
+        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
     about = f'{architecture} with {reprlib.repr(dict(args))}'
     try:
         with torch.device('meta'):

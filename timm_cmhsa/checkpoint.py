@@ -14,7 +14,6 @@ from pathlib import Path, PurePath
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import timm
 import torch
@@ -27,7 +26,7 @@ from torch import nn
 from .attended import check_attended, create_attended, is_attend
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
-from .files import PICKLE_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
+from .files import MODEL_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
 from .infer import infer_model
 from .models import registered_variant
 
@@ -59,12 +58,7 @@ SAFE_TYPES: List[Any] = [
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_model(
-        source: PathLike,
-        architecture: Optional[str] = None,
-        use_ema: bool = True,
-        **model_kwargs: Any,
-) -> Any:
+def load_model(source: PathLike, architecture: Optional[str] = None, use_ema: bool = True, **model_kwargs: Any) -> Any:
     """Load a model of this package, or a CNN that was saved after `attend_convs`, in eval mode, on the CPU.
 
     Args:
@@ -138,10 +132,9 @@ class Checkpoint:
         content, told = _read_file(path)
         spec = _checked_spec(config or told, str(path))
         keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
-        key = next((key for key in keys if content.get(key) is not None), None)
-        others = [name for name, each in content.items() if _is_state_dict(each)]
-        if key is None and len(others) == 1:
-            key, = others
+        found = [name for name, each in content.items() if _is_state_dict(each)]
+        only = found[0] if len(found) == 1 else None
+        key = next((key for key in keys if content.get(key) is not None), only)
         if key in EMA_KEYS:
             spec.notes.append(f'averaged (EMA) weights, {key}, which validate.py reads from this file with --use-ema')
         return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
@@ -150,9 +143,7 @@ class Checkpoint:
     def of(cls, model: Any) -> 'Checkpoint':
         """Return the checkpoint of a model of this package, or of a CNN of timm after `attend_convs`.
 
-        Raises:
-            CheckpointError: If an argument of the model is a class or a function, or its final norm was pruned; or if a
-                CNN cannot be built by its name and its `base_args`, which are empty by default.
+        CheckpointError is raised if the arguments of the model, or the `base_args` of a CNN, do not give it anew.
         """
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
         attend = getattr(model, 'attended', [])
@@ -178,7 +169,7 @@ class Checkpoint:
         if self.spec.attend:
             check_tensors(self.tensors, self.source)
             args = {**self.spec.model_args, **model_kwargs}
-            model = create_attended(self.spec.architecture, args, self.spec.attend, self.tensors, self.source)
+            model = create_attended(self.spec.architecture or '', args, self.spec.attend, self.tensors, self.source)
             model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **self.spec.pretrained_cfg}
             return model
         name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
@@ -201,8 +192,7 @@ class Checkpoint:
             self.spec.notes.append(f'assumed {", ".join(f"{key}={values[key]}" for key in assumed)}')
         return model.eval()
 
-    def _model_args(
-            self, architecture: Optional[str], given: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
+    def _model_args(self, architecture: Optional[str], given: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
         """Return name and arguments of the model, and which of them nothing determines."""
         head = self.tensors.get('head.weight', torch.empty(0))  # none without a classifier
         told = {**self.spec.model_args, 'num_classes': len(head) if head.dim() else 0}
@@ -239,13 +229,7 @@ class Checkpoint:
     def write(self, dst: PathLike, force: bool = False, card: Optional[str] = None) -> None:
         """Write a `.safetensors` or `.pth` file, by the suffix, or else a folder for timm's `local-dir:`.
 
-        Args:
-            dst: File or folder.
-            force: Replace a file, or a folder with a model of this package.
-            card: Text of README.md in a folder.
-
-        Raises:
-            CheckpointError: If the destination cannot be written. Nothing was written.
+        The card is the README.md of a folder. CheckpointError means that nothing was written, see `check_destination`.
         """
         spec, metadata = self.spec, {'format': 'pt'}
         with replacing(check_destination(dst, force), force) as new:
@@ -254,7 +238,7 @@ class Checkpoint:
                     raise CheckpointError(f'{dst}: a CNN with attention needs a folder, which says what it is.')
                 metadata.update(architecture=spec.architecture or '', model_args=json.dumps(spec.model_args))
                 safetensors.torch.save_file(self.tensors, new, metadata)
-            elif new.suffix in PICKLE_SUFFIXES:
+            elif new.suffix in MODEL_SUFFIXES:
                 torch.save(self.tensors, new)
             else:
                 new.mkdir()
@@ -316,11 +300,7 @@ def _read_shards(index: Path) -> Dict[str, Any]:
 
 
 def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = False) -> Dict[str, Any]:
-    """Return model arguments, without those that are None.
-
-    Raises:
-        CheckpointError: If one has another type or is out of bounds, or is unknown, unless `ignore_others`.
-    """
+    """Return the model arguments that are not None; raise CheckpointError for a bad one, or an unknown one."""
     others = sorted(map(str, args.keys() - MODEL_ARGS.keys()))
     if others and not ignore_others:
         raise CheckpointError(

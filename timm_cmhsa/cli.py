@@ -11,9 +11,9 @@ from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 from timm.utils import ParseKwargs
 
 from .checkpoint import load_model
-from .conversion import MAX_ERROR, VerificationError, convert_checkpoint
-from .errors import HubError, one_line
-from .files import PICKLE_SUFFIXES
+from .conversion import MAX_ERROR, convert_checkpoint
+from .errors import HubError, VerificationError, one_line
+from .files import MODEL_SUFFIXES
 from .hub import check_repo_id, push_to_hub
 from .version import __version__
 
@@ -46,7 +46,7 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     private, license = args.pop('private'), args.pop('license')
     if repo_id is None and (private or license):
         parser.error('--private and --license are for --push-to-hub USER/NAME')
-    if repo_id is not None and dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
+    if repo_id is not None and dst.suffix in MODEL_SUFFIXES:
         parser.error(f'DST is the file {dst}: --push-to-hub publishes a folder')
 
     def convert() -> None:
@@ -78,10 +78,7 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def run_command(prog: str, command: Callable[[], Any], extra: str = 'train') -> int:
-    """Run a command, which may need an extra of this package, and return its exit code.
-
-    If it fails or is stopped, print the reason in one line.
-    """
+    """Run a command, which may need an extra of this package; print an error in one line. Return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')  # names may have letters that a console has not

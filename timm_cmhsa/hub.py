@@ -2,7 +2,7 @@
 import logging
 import tempfile
 from pathlib import Path
-from typing import Any, List, Mapping, Optional, Sequence
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 import timm
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 
 from .checkpoint import LABEL_KEYS, Checkpoint, check_tensors
 from .errors import CheckpointError, HubError, one_line
-from .files import PICKLE_SUFFIXES, PathLike
+from .files import MODEL_SUFFIXES, PathLike
 from .images import data_config
 from .models import Cmhsa, default_cfgs
 from .version import __version__
@@ -88,7 +88,7 @@ def save_for_hub(
         raise CheckpointError(
             f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model, or take '
             'a CNN of timm after attend_convs.')
-    if Path(folder).suffix in ('.safetensors', *PICKLE_SUFFIXES):
+    if Path(folder).suffix in MODEL_SUFFIXES:
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
     check_tensors(model.state_dict(), 'The model')
     checkpoint = Checkpoint.of(model)
@@ -219,11 +219,9 @@ def _model_card(
     }))
     task = 'image-classification' if model.num_classes else 'image-feature-extraction'
     dataset = datasets[0] if datasets else 'imagefolder'
-    evaluations = [
-        EvalResult(
-            task_type=task, dataset_type=dataset, dataset_name=dataset, metric_type='accuracy',
-            metric_name=f'{metric} accuracy', metric_value=value)
-        for metric, value in results.items()]
+    subject: Dict[str, Any] = dict(task_type=task, dataset_type=dataset, dataset_name=dataset, metric_type='accuracy')
+    evaluations = [EvalResult(metric_name=f'{metric} accuracy', metric_value=value, **subject)
+                   for metric, value in results.items()]
     card.data = ModelCardData(
         license=license, library_name='timm', pipeline_tag=task, tags=['timm', 'cmhsa', 'vision-transformer'],
         datasets=datasets or None, base_model=base_model, model_name=name if results else None,
