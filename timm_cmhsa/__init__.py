@@ -4,13 +4,9 @@ from .attention import RelPosAttention as RelPosAttention
 from .checkpoint import load_model as load_model
 from .cnn import attend_convs as attend_convs
 from .construction import HeadOptions as HeadOptions, conv2d_to_attention as conv2d_to_attention
-from .conversion import (
-    VerificationError as VerificationError,
-    convert_checkpoint as convert_checkpoint,
-    convert_state_dict as convert_state_dict,
-)
+from .conversion import convert_checkpoint as convert_checkpoint, convert_state_dict as convert_state_dict
 from .convert import convert_model as convert_model, verify as verify
-from .errors import CheckpointError as CheckpointError, HubError as HubError
+from .errors import CheckpointError as CheckpointError, HubError as HubError, VerificationError as VerificationError
 from .hub import push_to_hub as push_to_hub, save_for_hub as save_for_hub
 from .layers import patchify as patchify, unpatchify as unpatchify
 from .models import CmhsaAttn as CmhsaAttn, CmhsaConv as CmhsaConv

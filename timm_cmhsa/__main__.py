@@ -23,13 +23,12 @@ def main() -> None:
     parser.add_argument('script', metavar='SCRIPT')
     parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER).required = False  # in the message
     args = parser.parse_args()
-    script = args.script
-    if not os.path.isfile(script):
-        parser.error(MISSING.format(os.path.abspath(script)))
-    sys.argv = [script, *args.arguments]
+    if not os.path.isfile(args.script):
+        parser.error(MISSING.format(os.path.abspath(args.script)))
+    sys.argv = [args.script, *args.arguments]
     if not getattr(sys.flags, 'safe_path', False):
-        sys.path[0] = os.path.dirname(os.path.realpath(script))
-    runpy.run_path(script, run_name='__main__')
+        sys.path[0] = os.path.dirname(os.path.realpath(args.script))
+    runpy.run_path(args.script, run_name='__main__')
 
 
 if __name__ == '__main__':

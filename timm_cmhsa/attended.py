@@ -22,53 +22,37 @@ def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
         return timm.create_model(name, **kwargs)
 
 
-def _is_attend(attend: Any) -> bool:
+def is_attend(attend: Any) -> bool:
     """Return whether these are arguments of `attend_convs`, call by call."""
-    def is_good(call: Any) -> bool:
-        if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
-            return False
-        names, patch_size, peak = call['names'], call['patch_size'], call['peak']
-        return (isinstance(names, list) and 0 < len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
-                and type(patch_size) is int and 0 < patch_size <= MAX_PATCH
-                and (peak is None or (type(peak) is float and 0 < peak < 1)))
-
-    return isinstance(attend, list) and all(map(is_good, attend))
+    return isinstance(attend, list) and all(map(_is_call, attend))
 
 
-def check_attended(model: Any, architecture: str, args: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless name and arguments give the model that was attended, and it can be trained on."""
-    if is_ours(architecture):
-        raise CheckpointError(f'attend_convs is for CNNs of timm: {architecture} has convert_model.')
+def _is_call(call: Any) -> bool:
+    match call:
+        case {'names': [_, *_] as names, 'patch_size': int(patch_size), 'peak': None | float() as peak}:
+            return (len(call) == 3 and len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
+                    and 0 < patch_size <= MAX_PATCH and (peak is None or 0 < peak < 1))
+    return False
+
+
+def check_attended(model: Any, args: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a CNN's name and these arguments give it anew, and it can be trained on."""
     layers = [module.attn for module in model.modules() if isinstance(module, AttendedConv2d)]
     if not all(isinstance(layer, RelPosAttention) for layer in layers):
         raise CheckpointError('A model that was reparameterized for inference cannot be built anew: save its source.')
-    _check_others(architecture, args, model.attended, model.state_dict(), 'The model')
+    in_chans, *img_size = model.pretrained_cfg['input_size']
+    args = dict(args, in_chans=in_chans, img_size=tuple(img_size))
+    _check_others(model.pretrained_cfg['architecture'], args, model.attended, model.state_dict(), 'The model')
 
 
 def create_attended(
-        architecture: Any,
-        args: Mapping[str, Any],
-        attend: Any,
-        tensors: Mapping[str, torch.Tensor],
-        source: str,
-) -> Any:
-    """Create a CNN of timm, attend its convolutions, and load tensors, in eval mode.
+        architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
+        tensors: Mapping[str, torch.Tensor], source: str) -> Any:
+    """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode.
 
-    Args:
-        architecture: timm's name of the CNN.
-        args: Its arguments for `timm.create_model`, with `img_size` and `in_chans` of its input.
-        attend: Arguments of `attend_convs`, call by call.
-        tensors: State dict.
-        source: Where they are from, for errors.
-
-    Raises:
-        CheckpointError: If they do not fit each other.
+    `args` are those of `timm.create_model`, with `img_size` and `in_chans`. CheckpointError tells what does not fit.
     """
-    if not _is_attend(attend):
-        raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
-    if not isinstance(architecture, str) or not timm.is_model(architecture) or is_ours(architecture):
-        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
-    if not {'in_chans', 'img_size'} <= args.keys():
+    if not args.keys() >= {'in_chans', 'img_size'}:
         raise CheckpointError(f'{source}: its config.json lacks input_size, of pretrained_cfg.')
     _check_others(architecture, args, attend, tensors, source)
     model = create_sized(architecture, **args)
@@ -86,6 +70,8 @@ def _check_others(
         architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
         tensors: Mapping[str, torch.Tensor], source: str) -> None:
     """Raise CheckpointError unless tensors fit a CNN but for its attention. This takes no memory."""
+    if not timm.is_model(architecture) or is_ours(architecture):
+        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
     about = f'{architecture} with {reprlib.repr(dict(args))}'
     try:
         with torch.device('meta'):

@@ -14,43 +14,40 @@ from pathlib import Path, PurePath
 from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import numpy as np
-import safetensors
 import safetensors.torch
 import timm
 import torch
 from huggingface_hub import snapshot_download
 from timm.layers import to_2tuple
+from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
-from .attended import check_attended, create_attended
+from .attended import check_attended, create_attended, is_attend
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
-from .files import PICKLE_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
-from .infer import infer_model, num_classes
-from .models import Cmhsa, registered_variant
+from .files import MODEL_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
+from .infer import infer_model
+from .models import registered_variant
 
 _logger = logging.getLogger(__name__)
 
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
 INDEX = '.index.json'  # of weights in several files
-WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin')
-SHARDS = ('model-*.safetensors', 'pytorch_model-*.bin')
+WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', f'model.safetensors{INDEX}', f'pytorch_model.bin{INDEX}')
 LABEL_KEYS = ('label_names', 'label_descriptions')
 USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
 MAX_WORD = 100  # letters
 MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
 
-# Model arguments that a file or the Hub may set. Largest values of whole numbers, and, as floats, of other numbers.
-LIMITS = {
+# Model arguments that a file or the Hub may set: their types, or their largest values, as floats if they may be floats.
+MODEL_ARGS: Dict[str, Any] = {
     'img_size': 4096, 'patch_size': 1024, 'kernel_size': 255, 'padding': 255, 'in_chans': 1000, 'hidden_chans': 10_000,
     'num_classes': 10 ** 6, 'depth': 200, 'num_heads': 10_000, 'head_dim': 100_000, 'qk_dim': 100_000,
     'mlp_ratio': 1000., 'init_values': 1000., 'drop_rate': 1., 'proj_drop_rate': 1., 'attn_drop_rate': 1.,
-    'drop_path_rate': 1.}
-FLAGS = ('qkv_bias', 'fc_norm', 'hard_attn')
-WORDS = ('global_pool', 'rel_pos', 'norm_layer', 'act_layer', 'mlp_layer', 'stem')
-MODEL_ARGS = (*LIMITS, *FLAGS, *WORDS)
+    'drop_path_rate': 1., 'qkv_bias': bool, 'fc_norm': bool, 'hard_attn': bool, 'global_pool': str, 'rel_pos': str,
+    'norm_layer': str, 'act_layer': str, 'mlp_layer': str, 'stem': str}
 # Types without code of their own, which training loops save beside weights, by the names that pickle has for them.
 SAFE_TYPES: List[Any] = [
     argparse.Namespace, np.ndarray, np.dtype,
@@ -61,12 +58,7 @@ SAFE_TYPES: List[Any] = [
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def load_model(
-        source: PathLike,
-        architecture: Optional[str] = None,
-        use_ema: bool = True,
-        **model_kwargs: Any,
-) -> Any:
+def load_model(source: PathLike, architecture: Optional[str] = None, use_ema: bool = True, **model_kwargs: Any) -> Any:
     """Load a model of this package, or a CNN that was saved after `attend_convs`, in eval mode, on the CPU.
 
     Args:
@@ -88,15 +80,13 @@ def open_model(source: PathLike) -> nn.Module:
 
     Errors are those of `load_model`.
     """
-    name = str(source)
-    if os.path.exists(local_path(source)) or not timm.is_model_pretrained(name):
+    path, name = local_path(source), str(source)
+    if os.path.exists(path) or not timm.is_model_pretrained(name):
         checkpoint = Checkpoint.read(source)
-        architecture = checkpoint.spec.architecture
-        if (architecture is None or is_ours(architecture) or checkpoint.spec.attend
-                or os.path.isfile(local_path(source))):
+        spec = checkpoint.spec
+        if os.path.isfile(path) or spec.attend or spec.architecture is None or is_ours(spec.architecture):
             return build_model(checkpoint)
-        if not name.startswith(HUB_PREFIXES):
-            name = f'local-dir:{local_path(source)}'
+        name = name if name.startswith(HUB_PREFIXES) else f'local-dir:{path}'
     try:
         return timm.create_model(name, pretrained=True).eval()
     except Exception as e:  # timm and its layers raise many kinds
@@ -106,15 +96,8 @@ def open_model(source: PathLike) -> nn.Module:
 
 def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
     """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
-    spec = checkpoint.spec
-    if spec.attend:
-        check_tensors(checkpoint.tensors, checkpoint.source)
-        args = {**spec.model_args, **model_kwargs}
-        model = create_attended(spec.architecture, args, spec.attend, checkpoint.tensors, checkpoint.source)
-        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
-    else:
-        model = checkpoint.model(architecture, **model_kwargs)
-    for note in spec.notes:
+    model = checkpoint.model(architecture, **model_kwargs)
+    for note in checkpoint.spec.notes:
         _logger.warning('%s: %s', checkpoint.source, note)
     return model
 
@@ -149,10 +132,9 @@ class Checkpoint:
         content, told = _read_file(path)
         spec = _checked_spec(config or told, str(path))
         keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
-        key = next((key for key in keys if content.get(key) is not None), None)
-        others = [name for name, each in content.items() if _is_state_dict(each)]
-        if key is None and len(others) == 1:
-            key, = others
+        found = [name for name, each in content.items() if _is_state_dict(each)]
+        only = found[0] if len(found) == 1 else None
+        key = next((key for key in keys if content.get(key) is not None), only)
         if key in EMA_KEYS:
             spec.notes.append(f'averaged (EMA) weights, {key}, which validate.py reads from this file with --use-ema')
         return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
@@ -161,19 +143,15 @@ class Checkpoint:
     def of(cls, model: Any) -> 'Checkpoint':
         """Return the checkpoint of a model of this package, or of a CNN of timm after `attend_convs`.
 
-        Raises:
-            CheckpointError: If an argument of the model is a class or a function, or its final norm was pruned; or if a
-                CNN cannot be built by its name and its `base_args`, which are empty by default.
+        CheckpointError is raised if the arguments of the model, or the `base_args` of a CNN, do not give it anew.
         """
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        if getattr(model, 'attended', []):
-            cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
-            in_chans, *img_size = cfg['input_size']
-            args = dict(getattr(model, 'base_args', {}), num_classes=model.num_classes)
-            _refuse_unknown(args, 'base_args')
-            cfg['num_classes'], architecture = model.num_classes, cfg.pop('architecture')
-            check_attended(model, architecture, dict(args, in_chans=in_chans, img_size=tuple(img_size)))
-            return cls(Spec(architecture, args, cfg, attend=model.attended), tensors)
+        attend = getattr(model, 'attended', [])
+        if attend:
+            args = checked_args(dict(getattr(model, 'base_args', {}), num_classes=model.num_classes), 'base_args')
+            check_attended(model, args)
+            cfg = dict(filter_pretrained_cfg(model.pretrained_cfg, remove_source=True), num_classes=model.num_classes)
+            return cls(Spec(cfg.pop('architecture'), args, cfg, attend=attend), tensors)
         if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
             raise CheckpointError(
                 'The final norm was pruned, and no arguments give such a model: use prune_norm=False.')
@@ -186,9 +164,15 @@ class Checkpoint:
         cfg.update(num_classes=args.pop('num_classes'), input_size=(model.in_chans, *model.patch_embed.img_size))
         return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
 
-    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Cmhsa:
+    def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
         """Build the model around the tensors, in eval mode. Arguments and errors are those of `load_model`."""
-        name, args, assumed = self._model_args(architecture, model_kwargs)
+        if self.spec.attend:
+            check_tensors(self.tensors, self.source)
+            args = {**self.spec.model_args, **model_kwargs}
+            model = create_attended(self.spec.architecture or '', args, self.spec.attend, self.tensors, self.source)
+            model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **self.spec.pretrained_cfg}
+            return model
+        name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
         try:
             if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
                 raise ValueError(
@@ -202,45 +186,41 @@ class Checkpoint:
             raise CheckpointError(
                 f'{self.source} does not fit {name} with {reprlib.repr(args)}: {one_line(e, 300)}') from e
         check_tensors(model.state_dict(), self.source)
-        for module in model.modules():
-            if hasattr(module, 'init_non_persistent_buffers'):
-                module.init_non_persistent_buffers()
+        reinit_non_persistent_buffers(model)
         if assumed:
             values = model.model_args()
             self.spec.notes.append(f'assumed {", ".join(f"{key}={values[key]}" for key in assumed)}')
         return model.eval()
 
-    def _model_args(
-            self, architecture: Optional[str], given: Mapping[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
-        """Return the name and the arguments of the model, and those of them that nothing determines."""
-        _refuse_unknown(given, 'model_kwargs')
-        given = checked_args(given, 'model_kwargs')
-        told = {**self.spec.model_args, 'num_classes': num_classes(self.tensors)}
+    def _model_args(self, architecture: Optional[str], given: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
+        """Return name and arguments of the model, and which of them nothing determines."""
+        head = self.tensors.get('head.weight', torch.empty(0))  # none without a classifier
+        told = {**self.spec.model_args, 'num_classes': len(head) if head.dim() else 0}
         for key in told.keys() & given.keys():
             if to_2tuple(told[key]) != to_2tuple(given[key]):
                 later = ', and call set_input_size afterwards' if key == 'img_size' else ''
                 raise CheckpointError(
                     f'{self.source} was trained with {key}={told[key]}, but {key}={given[key]} was given: leave it '
                     f'out{later}.')
-        args, name = {**told, **given}, architecture or self.spec.architecture
-        if name is not None and name.startswith(('local-dir:', *HUB_PREFIXES)):
-            name = None  # train.py calls a model by the folder that it started from
-        if name is not None and not is_ours(name):
+        args, name = {**told, **given}, architecture or self.spec.architecture or ''
+        if name.startswith(('local-dir:', *HUB_PREFIXES)):
+            name = ''  # train.py calls a model by the folder that it started from
+        if name and not is_ours(name):
             raise CheckpointError(
                 f'{self.source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by '
                 'timm.create_model.')
-        if name is not None and name not in timm.list_models('*cmhsa*'):
+        if name and 'cmhsa' not in name:  # on pixels
             return name, args, []
         try:
             kind, inferred, assumed = infer_model(self.tensors, args.get('padding', 1))
         except ValueError as e:
             raise CheckpointError(f'{self.source} {e}') from e
-        if name is not None and ('attn' in name) != ('attn' in kind):
+        if name and ('attn' in name) != ('attn' in kind):
             raise CheckpointError(
                 f'{self.source} is like {kind}, and not of {name}: `convert_checkpoint` makes phase 2 of phase 1.')
         assumed = [key for key in assumed if key not in args]
         args = {**checked_args(inferred, self.source), **args}
-        if name is not None:
+        if name:
             return name, args, []
         patch_size = to_2tuple(args['patch_size'])
         img_size = args.get('img_size', USUAL_GRID * patch_size[0])
@@ -249,60 +229,47 @@ class Checkpoint:
     def write(self, dst: PathLike, force: bool = False, card: Optional[str] = None) -> None:
         """Write a `.safetensors` or `.pth` file, by the suffix, or else a folder for timm's `local-dir:`.
 
-        Args:
-            dst: File or folder.
-            force: Replace a file, or a folder with a model of this package.
-            card: Text of README.md in a folder.
-
-        Raises:
-            CheckpointError: If the destination cannot be written. Nothing was written.
+        The card is the README.md of a folder. CheckpointError means that nothing was written, see `check_destination`.
         """
+        spec, metadata = self.spec, {'format': 'pt'}
         with replacing(check_destination(dst, force), force) as new:
             if new.suffix == '.safetensors':
-                model_args = json.dumps(self.spec.model_args)
-                metadata = {'format': 'pt', 'architecture': self.spec.architecture or '', 'model_args': model_args}
-                if self.spec.attend:
+                if spec.attend:
                     raise CheckpointError(f'{dst}: a CNN with attention needs a folder, which says what it is.')
+                metadata.update(architecture=spec.architecture or '', model_args=json.dumps(spec.model_args))
                 safetensors.torch.save_file(self.tensors, new, metadata)
-            elif new.suffix in PICKLE_SUFFIXES:
+            elif new.suffix in MODEL_SUFFIXES:
                 torch.save(self.tensors, new)
             else:
                 new.mkdir()
-                safetensors.torch.save_file(self.tensors, new / WEIGHT_NAMES[0], {'format': 'pt'})
-                (new / 'config.json').write_text(json.dumps(self._config(), indent=2), encoding='utf-8')
+                safetensors.torch.save_file(self.tensors, new / WEIGHT_NAMES[0], metadata)
+                (new / 'config.json').write_text(json.dumps(_config(spec), indent=2), encoding='utf-8')
                 if card is not None:
                     (new / 'README.md').write_text(card, encoding='utf-8')
 
-    def _config(self) -> Dict[str, Any]:
-        """Return the content of config.json, as timm and transformers read it."""
-        cfg = filter_pretrained_cfg(self.spec.pretrained_cfg)
-        labels = {key: cfg.pop(key) for key in LABEL_KEYS if cfg.get(key)}
-        return {
-            'architecture': self.spec.architecture, 'num_classes': cfg['num_classes'], **labels,
-            'model_args': self.spec.model_args, 'pretrained_cfg': cfg,
-            **({'attend': self.spec.attend} if self.spec.attend else {})}
 
-
-def _refuse_unknown(args: Mapping[str, Any], source: str) -> None:
-    unknown = ', '.join(sorted(args.keys() - set(MODEL_ARGS)))
-    if unknown:
-        raise CheckpointError(
-            f'{source}: {unknown}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
+def _config(spec: Spec) -> Dict[str, Any]:
+    """Return the content of config.json, as timm and transformers read it."""
+    cfg = filter_pretrained_cfg(spec.pretrained_cfg)
+    labels = {key: cfg.pop(key) for key in LABEL_KEYS if cfg.get(key)}
+    attend = {'attend': spec.attend} if spec.attend else {}
+    return {
+        'architecture': spec.architecture, 'num_classes': cfg['num_classes'], **labels, 'model_args': spec.model_args,
+        'pretrained_cfg': cfg, **attend}
 
 
 def _weights_of(folder: Path) -> Path:
-    names = (*WEIGHT_NAMES, *(name + INDEX for name in WEIGHT_NAMES))
-    path = next((folder / name for name in names if (folder / name).is_file()), None)
-    if path is None:
-        raise CheckpointError(f'{folder} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES)}.')
-    return path
+    for name in WEIGHT_NAMES:
+        if (folder / name).is_file():
+            return folder / name
+    raise CheckpointError(f'{folder} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES[:2])}.')
 
 
 def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Return what a file holds, and what it says about its model, in the form of config.json."""
-    config: Dict[str, Any] = {}
     if path.name.endswith(INDEX):
         return _read_shards(path), {}
+    config: Dict[str, Any] = {}
     try:
         if path.suffix == '.safetensors':
             with safetensors.safe_open(path, framework='pt') as file:
@@ -332,34 +299,39 @@ def _read_shards(index: Path) -> Dict[str, Any]:
     return {key: tensor for name in sorted(names) for key, tensor in _read_file(files[name])[0].items()}
 
 
-def checked_args(args: Mapping[str, Any], source: str) -> Dict[str, Any]:
-    """Return the known model arguments and drop all others.
-
-    Raises:
-        CheckpointError: If one has another type or is out of bounds.
-    """
-    def is_good(name: str, value: Any) -> bool:
-        if name not in LIMITS:
-            return isinstance(value, bool) if name in FLAGS else isinstance(value, str) and len(value) <= MAX_WORD
+def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = False) -> Dict[str, Any]:
+    """Return the model arguments that are not None; raise CheckpointError for a bad one, or an unknown one."""
+    others = sorted(map(str, args.keys() - MODEL_ARGS.keys()))
+    if others and not ignore_others:
+        raise CheckpointError(
+            f'{source}: {", ".join(others)}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
+    known = {}
+    for name, limit in MODEL_ARGS.items():
+        value = args.get(name)
+        if value is None:
+            continue
+        value = tuple(value) if isinstance(value, list) else value
         values = value if isinstance(value, tuple) else (value,)  # one for each side or block
-        kinds = (int, type(LIMITS[name]))
-        return len(values) <= LIMITS['depth'] and all(type(x) in kinds and 0 <= x <= LIMITS[name] for x in values)
-
-    known = {name: tuple(args[name]) if isinstance(args[name], list) else args[name]
-             for name in MODEL_ARGS if args.get(name) is not None}
-    for name, value in known.items():
-        if not is_good(name, value):
+        if isinstance(limit, type):
+            is_good = isinstance(value, limit) and len(str(value)) <= MAX_WORD
+        else:
+            is_good = len(values) <= MODEL_ARGS['depth'] and all(
+                type(x) in (int, type(limit)) and 0 <= x <= limit for x in values)
+        if not is_good:
             raise CheckpointError(f'{source}: {name}={reprlib.repr(value)} is not what a model can have.')
+        known[name] = value
     return known
 
 
 def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     """Return what a config.json like timm's says, without what no model of this package can have."""
-    architecture, model_args = config.get('architecture'), config.get('model_args') or {}
-    told = config.get('pretrained_cfg') or {}
-    is_name = architecture is None or isinstance(architecture, str)
-    if not is_name or not isinstance(model_args, dict) or not isinstance(told, dict):
+    config = {key: value for key, value in config.items() if value is not None}
+    architecture, told = config.get('architecture'), config.get('pretrained_cfg', {})
+    model_args, attend = config.get('model_args', {}), config.get('attend', [])
+    if not (isinstance(model_args, dict) and isinstance(told, dict) and isinstance(architecture, (str, type(None)))):
         raise CheckpointError(f'{source} has a malformed model configuration.')
+    if not is_attend(attend):
+        raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
     told = {**told, **{key: config[key] for key in LABEL_KEYS if key in config}}
     input_size = told.get('input_size')
     if isinstance(input_size, (tuple, list)) and len(input_size) == 3:
@@ -370,24 +342,21 @@ def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     for key, value in cfg.items():
         if not isinstance(value, kinds.get(key, (tuple, list))):
             raise CheckpointError(f'{source}: {key}={reprlib.repr(value)} is not what timm expects.')
-    if config.get('attend'):  # another argument would give another function
-        _refuse_unknown(model_args, source)
-    return Spec(architecture, checked_args(model_args, source), cfg, attend=config.get('attend') or [])
+    # with attention, another argument would give another function
+    return Spec(architecture, checked_args(model_args, source, ignore_others=not attend), cfg, attend=attend)
 
 
 def _config_of_training(content: Mapping[str, Any]) -> Dict[str, Any]:
     """Return the arguments of timm's `train.py`, which a checkpoint holds, in the form of config.json."""
     args = content['args']
     args = vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, dict) else {}
-    model_args = args.get('model_kwargs')
-    model_args = dict(model_args) if isinstance(model_args, dict) else {}
-    for name, key in (('img_size', 'img_size'), ('in_chans', 'in_chans'), ('gp', 'global_pool')):
-        if args.get(name) is not None:
-            model_args.setdefault(key, args[name])
+    options = {'img_size': 'img_size', 'in_chans': 'in_chans', 'gp': 'global_pool'}
+    model_args = {key: args[name] for name, key in options.items() if args.get(name) is not None}
+    if isinstance(args.get('model_kwargs'), dict):
+        model_args.update(args['model_kwargs'])
     return {
-        'architecture': content.get('arch', args.get('model')), 'model_args': model_args,
-        'pretrained_cfg': {key: args[key] for key in ('input_size', *DATA_KEYS) if args.get(key) is not None},
-        'attend': args.get('attend') or []}
+        'architecture': content.get('arch', args.get('model')), 'model_args': model_args, 'pretrained_cfg': args,
+        'attend': args.get('attend')}
 
 
 def _is_state_dict(content: Any) -> bool:
@@ -421,7 +390,7 @@ def _download(source: str) -> Path:
     repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
     try:
         return Path(snapshot_download(
-            repo_id, revision=revision or None, allow_patterns=['config.json', *WEIGHT_NAMES, *SHARDS, f'*{INDEX}'],
-            library_name='timm_cmhsa'))
+            repo_id, revision=revision or None, library_name='timm_cmhsa',
+            allow_patterns=['config.json', *WEIGHT_NAMES, 'model-*.safetensors', 'pytorch_model-*.bin']))
     except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
         raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e

@@ -11,9 +11,9 @@ from typing import Any, Callable, NoReturn, Optional, Sequence, Tuple
 from timm.utils import ParseKwargs
 
 from .checkpoint import load_model
-from .conversion import MAX_ERROR, VerificationError, convert_checkpoint
-from .errors import HubError, one_line
-from .files import PICKLE_SUFFIXES
+from .conversion import MAX_ERROR, convert_checkpoint
+from .errors import HubError, VerificationError, one_line
+from .files import MODEL_SUFFIXES
 from .hub import check_repo_id, push_to_hub
 from .version import __version__
 
@@ -42,18 +42,17 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `convert_checkpoint`; return its exit code."""
     parser = _convert_parser()
     args = vars(parse_options(parser, argv))
-    repo_id, private, license = args.pop('push_to_hub'), args.pop('private'), args.pop('license')
-    dst, model_kwargs = args['dst'], args.pop('model_kwargs')
-    model_kwargs.update({key: args.pop(key) for key in ('img_size', 'patch_size', 'in_chans') if key in args})
+    dst, repo_id = args['dst'], args.pop('push_to_hub')
+    private, license = args.pop('private'), args.pop('license')
     if repo_id is None and (private or license):
         parser.error('--private and --license are for --push-to-hub USER/NAME')
-    if repo_id is not None and dst.suffix in ('.safetensors', *PICKLE_SUFFIXES):
+    if repo_id is not None and dst.suffix in MODEL_SUFFIXES:
         parser.error(f'DST is the file {dst}: --push-to-hub publishes a folder')
 
     def convert() -> None:
         if repo_id is not None:
             check_repo_id(repo_id)
-        report = convert_checkpoint(**args, model_kwargs=model_kwargs)
+        report = convert_checkpoint(**args)
         print(f'{report}\nwritten to {dst}')
         if repo_id is not None:
             url = push_to_hub(load_model(dst), repo_id, private=private, license=license, details=report.details)
@@ -79,34 +78,29 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def run_command(prog: str, command: Callable[[], Any], extra: str = 'train') -> int:
-    """Run a command, which may need an extra of this package, and return its exit code.
-
-    If it fails or is stopped, print the reason in one line.
-    """
+    """Run a command, which may need an extra of this package; print an error in one line. Return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors='backslashreplace')  # names may have letters that a console has not
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # temporary files are removed then
+    code, report = 2, []
     try:
         command()
-    except VerificationError as e:
-        *report, message = str(e).splitlines()
-        print(*report, f'{prog}: error: {message}', sep='\n', file=sys.stderr)
-        return 1
-    except ModuleNotFoundError as e:
-        print(f"{prog}: error: {one_line(e)} Try pip install 'timm_cmhsa[{extra}]'.", file=sys.stderr)
-        return 2
-    except (ValueError, TypeError, OSError) as e:
-        file = getattr(e, 'filename', None)
-        print(f'{prog}: error: {"" if file is None else f"{file}: "}{one_line(e, 1000)}', file=sys.stderr)
-        return 2
-    except HubError as e:
-        print(f'{prog}: error: {one_line(e, 1000)}', file=sys.stderr)
-        return 3
+        return 0
     except KeyboardInterrupt:
         print(f'\n{prog}: interrupted', file=sys.stderr)
         return 130
-    return 0
+    except VerificationError as e:
+        code, (*report, reason) = 1, str(e).splitlines()
+    except HubError as e:
+        code, reason = 3, one_line(e, 1000)
+    except ModuleNotFoundError as e:
+        reason = f"{one_line(e)} Try pip install 'timm_cmhsa[{extra}]'."
+    except (ValueError, TypeError, OSError) as e:
+        file = getattr(e, 'filename', None)
+        reason = f'{"" if file is None else f"{file}: "}{one_line(e, 1000)}'
+    print(*report, f'{prog}: error: {reason}', sep='\n', file=sys.stderr)
+    return code
 
 
 def parse_options(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]] = None) -> argparse.Namespace:
@@ -136,10 +130,9 @@ def _convert_parser() -> argparse.ArgumentParser:
     add('--num-heads', metavar='N', type=int, help='number of heads (default: as the architecture, or more if needed)')
     add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
     add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: as the architecture)')
-    for name, kind, text in (('img-size', _size, 'image size, N or HxW pixels'),
-                             ('patch-size', _size, 'patch size, N or HxW pixels'),
-                             ('in-chans', int, 'image channels')):
-        add(f'--{name}', metavar='N', type=kind, default=argparse.SUPPRESS, help=f'{text}, if the checkpoint lacks it')
+    add('--img-size', metavar='N', type=_size, help='image size, N or HxW pixels, if the checkpoint lacks it')
+    add('--patch-size', metavar='N', type=_size, help='patch size, N or HxW pixels, if the checkpoint lacks it')
+    add('--in-chans', metavar='N', type=int, help='image channels, if the checkpoint lacks it')
     add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='other arguments of the phase-1 model that the checkpoint lacks, such as global_pool=max')
     add('--no-ema', dest='use_ema', action='store_false', help='convert the raw weights, not the averaged ones')

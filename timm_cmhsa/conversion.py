@@ -1,14 +1,14 @@
 """Convert a phase-1 checkpoint into a phase-2 checkpoint: read, convert, verify, write."""
 import os
 from pathlib import Path
-from typing import Any, Dict, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional, Tuple
 
 import torch
 
 from .checkpoint import Checkpoint, Spec, named_tensors
 from .construction import HeadOptions
 from .convert import ConversionReport, convert_with, verify
-from .errors import CheckpointError
+from .errors import CheckpointError, VerificationError
 from .files import PathLike, check_destination, local_path
 from .images import read_folder
 from .models import CmhsaConv
@@ -16,10 +16,6 @@ from .rel_pos import precise_dtype
 
 MAX_ERROR = 1e-4  # of the logits and of a layer, relative to the largest value
 NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
-
-
-class VerificationError(RuntimeError):
-    """The converted model differs from its source; nothing was written."""
 
 
 def convert_checkpoint(
@@ -39,11 +35,10 @@ def convert_checkpoint(
     Checkpoints in half precision are converted, and saved, in float32.
 
     Args:
-        src: Checkpoint of timm's `train.py`, state dict (pickled or safetensors), `local-dir:` folder, or model on the
-            Hugging Face Hub, `hf-hub:USER/NAME[@REVISION]`.
+        src: See `load_model`.
         dst: Folder for `timm.create_model('local-dir:DST', pretrained=True)`, or a `.safetensors` or `.pth` file.
         architecture: See `convert_model`.
-        use_ema: Convert the averaged weights of a training checkpoint if it has them, as timm does.
+        use_ema: See `load_model`.
         images: Folder of images to verify on besides random ones; at most 64 are taken.
         tolerance: Largest accepted error of the logits and of any layer's output, relative to the largest value.
         force: Replace the file, or the folder of a model of this package, at the destination.
@@ -56,14 +51,12 @@ def convert_checkpoint(
         HubError: If the input cannot be downloaded. Nothing was written.
         VerificationError: If the error is above the tolerance. Nothing was written.
     """
-    heads, others = _split(options)
-    heads.check()
     dst = check_destination(dst, force)
     source = Path(os.path.realpath(local_path(src)))
-    if dst in (source, *source.parents) or (dst.parent == source and dst.is_file()):
+    if source.is_relative_to(dst) or (dst.parent == source and dst.is_file()):
         raise CheckpointError(f'{dst} is the source, or one holds the other: choose another destination.')
     checkpoint = Checkpoint.read(src, use_ema)
-    model = _phase1_model(checkpoint, {**others, **(model_kwargs or {})})
+    model, heads = _phase1_model(checkpoint, options, model_kwargs or {})
     model = model.to(precise_dtype(next(model.parameters()).dtype))
     converted, heads = convert_with(model, architecture, heads)
 
@@ -104,20 +97,18 @@ def convert_state_dict(
     Raises:
         CheckpointError: If these are not the tensors of a phase-1 model.
     """
-    heads, model_kwargs = _split(options)
     checkpoint = Checkpoint(Spec(), named_tensors(state_dict, 'state_dict'), 'state_dict')
-    return convert_with(_phase1_model(checkpoint, model_kwargs), architecture, heads)[0].state_dict()
+    model, heads = _phase1_model(checkpoint, options, {})
+    return convert_with(model, architecture, heads)[0].state_dict()
 
 
-def _split(options: Mapping[str, Any]) -> Any:
-    """Return options of heads, and all others."""
-    heads = {key: value for key, value in options.items() if key in HeadOptions._fields}
-    return HeadOptions(**heads), {key: value for key, value in options.items() if key not in heads}
-
-
-def _phase1_model(checkpoint: Checkpoint, model_kwargs: Mapping[str, Any]) -> CmhsaConv:
-    model = checkpoint.model(**model_kwargs)
+def _phase1_model(
+        checkpoint: Checkpoint, options: Dict[str, Any], model_kwargs: Mapping[str, Any]
+) -> Tuple[CmhsaConv, HeadOptions]:
+    """Return the model of a checkpoint, and the options of heads; all others are arguments of the model."""
+    heads = HeadOptions(**{key: options.pop(key) for key in HeadOptions._fields if key in options})
+    model = checkpoint.model(**{**options, **model_kwargs})
     if not isinstance(model, CmhsaConv):
         raise CheckpointError(
             f'{checkpoint.source} holds a {type(model).__name__}, not a phase-1 model (cmhsa_conv_*).')
-    return model
+    return model, heads

@@ -1,4 +1,4 @@
-"""Errors that are shown in one line."""
+"""Errors, and how they become one line."""
 
 
 class CheckpointError(ValueError):
@@ -7,6 +7,10 @@ class CheckpointError(ValueError):
 
 class HubError(RuntimeError):
     """The Hub was not reached or refused. The message gives the reason and the remedy, in one line."""
+
+
+class VerificationError(RuntimeError):
+    """The converted model differs from its source; nothing was written."""
 
 
 def one_line(error: BaseException, length: int = 200) -> str:

@@ -13,8 +13,8 @@ import timm
 
 from .errors import CheckpointError, one_line
 
-PICKLE_SUFFIXES = ('.pth', '.pt', '.tar', '.bin')
-FILE_SUFFIXES = ('.safetensors', *PICKLE_SUFFIXES, '.csv', '.onnx', '.png')  # a model of another suffix is a folder
+MODEL_SUFFIXES = ('.safetensors', '.pth', '.pt', '.tar', '.bin')  # a model of another suffix is a folder
+FILE_SUFFIXES = (*MODEL_SUFFIXES, '.csv', '.onnx', '.png')
 
 PathLike = Union[str, Path]
 
@@ -46,11 +46,7 @@ def is_ours(name: str) -> bool:
 
 
 def check_destination(dst: PathLike, force: bool) -> Path:
-    """Return the destination, or refuse one where something would be lost.
-
-    Raises:
-        CheckpointError: If it exists and `force` is not set, or it is not a model of this package.
-    """
+    """Return the destination; raise CheckpointError if it is there without `force`, or is no model of this package."""
     dst = Path(os.path.realpath(dst))
     is_file = dst.suffix in FILE_SUFFIXES
     if not os.path.isdir(dst.parent):
@@ -66,12 +62,10 @@ def check_destination(dst: PathLike, force: bool) -> Path:
 
 
 def _holds_our_model(folder: Path) -> bool:
-    try:
+    with contextlib.suppress(CheckpointError):
         config = read_json(folder / 'config.json')
-    except CheckpointError:
-        return False
-    name = config.get('architecture')
-    return bool(config.get('attend')) or (isinstance(name, str) and is_ours(name))
+        return bool(config.get('attend')) or is_ours(str(config.get('architecture')))
+    return False
 
 
 @contextlib.contextmanager
@@ -99,10 +93,8 @@ def replacing(dst: Path, force: bool) -> Iterator[Path]:
                     old.rename(dst)
                 raise
             shutil.rmtree(old)
-        elif new.is_dir():
-            new.rename(dst)  # The system refuses to replace anything but an empty folder.
         else:
-            new.replace(dst)
+            new.replace(dst)  # By the system's rules, a folder takes the place of nothing but an empty one.
     except (OSError, RuntimeError, safetensors.SafetensorError) as e:  # torch.save raises RuntimeError on a full disk
         kept = f' The old model is at {old}.' if old.is_dir() else ''
         raise CheckpointError(f'{dst} cannot be written: {one_line(e)}{kept}') from e

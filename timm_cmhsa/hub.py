@@ -14,7 +14,7 @@ from torch import nn
 
 from .checkpoint import LABEL_KEYS, Checkpoint, check_tensors
 from .errors import CheckpointError, HubError, one_line
-from .files import PICKLE_SUFFIXES, PathLike
+from .files import MODEL_SUFFIXES, PathLike
 from .images import data_config
 from .models import Cmhsa, default_cfgs
 from .version import __version__
@@ -32,23 +32,18 @@ DESCRIPTIONS = {
     'PixelAttn': 'A Vision Transformer on single pixels or small patches, with heads that attend by relative position.',
 }
 AUTHORS = {  # of the papers, and the year
-    'arXiv:2111.01353': ('Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui', 2021),
-    'arXiv:1911.03584': ('Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin', 2019),
+    '2111.01353': ('Li, Shanda and Chen, Xiangning and He, Di and Hsieh, Cho-Jui', 2021),
+    '1911.03584': ('Cordonnier, Jean-Baptiste and Loukas, Andreas and Jaggi, Martin', 2019),
 }
-USAGE_CREATE = '''import timm
-import timm_cmhsa  # registers the architecture
-
-model = timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()'''
-USAGE_ATTENDED = '''import timm
-import timm_cmhsa
-
-model = timm_cmhsa.load_model('hf-hub:{repo_id}')'''
 USAGE = '''```bash
 pip install git+{repository}
 ```
 
 ```python
-{create}
+import timm
+import timm_cmhsa{purpose}
+
+model = {create}
 transform = timm.data.create_transform(**timm.data.resolve_model_data_config(model), is_training=False)
 ```
 
@@ -88,12 +83,12 @@ def save_for_hub(
         ValueError: If the name on the Hub is not valid.
     """
     model = unwrap_model(model)
-    source = getattr(model, 'pretrained_cfg', None)
-    if not (isinstance(model, Cmhsa) or hasattr(model, 'attended')) or not source:
+    is_ours = isinstance(model, Cmhsa) or hasattr(model, 'attended')
+    if not is_ours or not getattr(model, 'pretrained_cfg', None):
         raise CheckpointError(
             f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model, or take '
             'a CNN of timm after attend_convs.')
-    if Path(folder).suffix in ('.safetensors', *PICKLE_SUFFIXES):
+    if Path(folder).suffix in MODEL_SUFFIXES:
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
     check_tensors(model.state_dict(), 'The model')
     checkpoint = Checkpoint.of(model)
@@ -105,7 +100,7 @@ def save_for_hub(
             raise CheckpointError(f'{len(label_names)} label names were given for {model.num_classes} classes.')
     elif len(cfg.get('label_names') or ()) != model.num_classes:  # those of an earlier head
         cfg.update(dict.fromkeys(LABEL_KEYS))
-    checkpoint.write(folder, force, model_card(model, repo_id, license, datasets, base_model, results, details))
+    checkpoint.write(folder, force, _model_card(model, repo_id, license, datasets, base_model, results, details))
 
 
 def push_to_hub(
@@ -176,47 +171,40 @@ def _checked_names(argument: str, names: Sequence[str]) -> List[str]:
     return [str(name) for name in names]
 
 
-def _mixer(model: Cmhsa) -> Dict[str, str]:
-    args = {'head_dim': model.embed_dim, **model.model_args()}
-    return {
-        'Tokens': '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim),
-        **({'Stem': model.stem} if model.stem else {}),
-        'Token mixer': (
-            '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
-            'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(**args))}
-
-
-def model_card(
-        model: Any,
-        repo_id: str,
-        license: Optional[str] = None,
-        datasets: Sequence[str] = (),
-        base_model: Optional[str] = None,
-        results: Optional[Mapping[str, float]] = None,
-        details: Optional[Mapping[str, Any]] = None,
-) -> str:
+def _model_card(
+        model: Any, repo_id: str, license: Optional[str], datasets: Sequence[str], base_model: Optional[str],
+        results: Optional[Mapping[str, float]], details: Optional[Mapping[str, Any]]) -> str:
     """Return the text of README.md: metadata that the Hub reads, then what people read. See `save_for_hub`."""
     check_repo_id(repo_id)
     datasets = _checked_names('datasets', datasets)
     results = {metric: float(value) for metric, value in (results or {}).items()}
     name, config = repo_id.split('/')[1], data_config(model)
-    source = model.pretrained_cfg if isinstance(model, Cmhsa) else default_cfgs['cmhsa_attn'].default.to_dict()
-    task = 'image-classification' if model.num_classes else 'image-feature-extraction'
+    stats = {
+        'Architecture': model.pretrained_cfg['architecture'],
+        'Params (M)': f'{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}',
+        'Image size': '{1} x {2}, {0} channels'.format(*config['input_size']),
+    }
+    if isinstance(model, Cmhsa):
+        kind = next(each.__name__ for each in type(model).__mro__ if each.__name__ in DESCRIPTIONS)
+        source, purpose = model.pretrained_cfg, '  # registers the architecture'
+        create = f"timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()"
+        args = {'head_dim': model.embed_dim, **model.model_args()}
+        stats['Tokens'] = '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim)
+        if model.stem:
+            stats['Stem'] = model.stem
+        stats['Token mixer'] = (
+            '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
+            'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(**args))
+    else:
+        source, purpose, kind = default_cfgs['cmhsa_attn'].default.to_dict(), '', 'attended'
+        create = f"timm_cmhsa.load_model('hf-hub:{repo_id}')"
+        stats['Attention'] = ', '.join(name for call in model.attended for name in call['names'])
     paper, paper_id = source['paper_name'], source['paper_ids'].removeprefix('arXiv:')
-    authors, year = AUTHORS[source['paper_ids']]
-    dataset = datasets[0] if datasets else 'imagefolder'
-    kind = next((each.__name__ for each in type(model).__mro__ if each.__name__ in DESCRIPTIONS), 'attended')
-    create = USAGE_ATTENDED if kind == 'attended' else USAGE_CREATE
+    authors, year = AUTHORS[paper_id]
     card = ModelCard(generate_readme(model_name=name, model_card={
         'description': DESCRIPTIONS[kind],
         'details': {
-            'Model Stats': {
-                'Architecture': model.pretrained_cfg['architecture'],
-                'Params (M)': f'{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f}',
-                'Image size': '{1} x {2}, {0} channels'.format(*config['input_size']),
-                **(_mixer(model) if isinstance(model, Cmhsa) else {
-                    'Attention': ', '.join(name for call in model.attended for name in call['names'])}),
-            },
+            'Model Stats': stats,
             'Preprocessing': 'mean {mean}, std {std}, {interpolation}, {crop_mode} crop of {crop_pct}'.format(**config),
             **({'Dataset': datasets} if datasets else {}),
             **({'Results': {metric: f'{value:g} %' for metric, value in results.items()}} if results else {}),
@@ -224,23 +212,18 @@ def model_card(
             'Paper': f'[{paper}](https://arxiv.org/abs/{paper_id})',
             'Made with': f'timm_cmhsa {__version__}, timm {timm.__version__}, torch {torch.__version__}',
         },
-        'usage': USAGE.format(create=create.format(repo_id=repo_id), repository=REPOSITORY),
+        'usage': USAGE.format(create=create, purpose=purpose, repository=REPOSITORY),
         'citation': (
             f'@article{{arxiv{paper_id},\n  title={{{paper}}},\n  author={{{authors}}},\n'
             f'  journal={{arXiv preprint arXiv:{paper_id}}},\n  year={{{year}}}\n}}'),
     }))
+    task = 'image-classification' if model.num_classes else 'image-feature-extraction'
+    dataset = datasets[0] if datasets else 'imagefolder'
+    subject: Dict[str, Any] = dict(task_type=task, dataset_type=dataset, dataset_name=dataset, metric_type='accuracy')
+    evaluations = [EvalResult(metric_name=f'{metric} accuracy', metric_value=value, **subject)
+                   for metric, value in results.items()]
     card.data = ModelCardData(
-        license=license,
-        library_name='timm',
-        pipeline_tag=task,
-        tags=['timm', 'cmhsa', 'vision-transformer'],
-        datasets=datasets or None,
-        base_model=base_model,
-        model_name=name if results else None,
-        eval_results=[
-            EvalResult(
-                task_type=task, dataset_type=dataset, dataset_name=dataset, metric_type='accuracy',
-                metric_name=f'{metric} accuracy', metric_value=value)
-            for metric, value in results.items()] or None,
-    )
+        license=license, library_name='timm', pipeline_tag=task, tags=['timm', 'cmhsa', 'vision-transformer'],
+        datasets=datasets or None, base_model=base_model, model_name=name if results else None,
+        eval_results=evaluations or None)
     return str(card)

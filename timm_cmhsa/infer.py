@@ -16,27 +16,19 @@ Tensors = Mapping[str, torch.Tensor]
 def infer_model(tensors: Tensors, padding: Size2d = 1) -> Tuple[str, Dict[str, Any], List[str]]:
     """Return the kind of a model, the arguments that its tensors give, and the names of those that they do not.
 
-    Args:
-        tensors: State dict of a model.
-        padding: Ring of padding of a 'padded_table', for tensors that do not have it (those of version 0.1).
-
-    Raises:
-        ValueError: If these are not the tensors of a phase-1 or a phase-2 model.
+    `padding` is the ring of a 'padded_table' whose tensors do not have it (those of version 0.1). ValueError is raised
+    if these are not the tensors of a phase-1 or a phase-2 model.
     """
     try:
-        infer = _infer_phase1 if 'blocks.0.attn.conv.weight' in tensors else _infer_phase2
-        return infer(tensors, _infer_body(tensors), padding)
+        args = _infer_body(tensors)
+        if 'blocks.0.attn.conv.weight' in tensors:
+            return _infer_phase1(tensors, args)
+        return _infer_phase2(tensors, args, padding)
     except (KeyError, IndexError, ValueError, TypeError, ArithmeticError, StopIteration, RuntimeError) as e:
         names = ', '.join(map(reprlib.repr, sorted(tensors)[:5]))
         raise ValueError(
             f'holds {names}, ...: these are not the tensors of a phase-1 (cmhsa_conv_*) or phase-2 (cmhsa_attn*) '
             'model.') from e
-
-
-def num_classes(tensors: Tensors) -> int:
-    """Return the number of classes, 0 without a classifier."""
-    weight = tensors.get('head.weight')
-    return 0 if weight is None or weight.dim() == 0 else len(weight)
 
 
 def _infer_body(tensors: Tensors) -> Dict[str, Any]:
@@ -60,7 +52,7 @@ def _infer_body(tensors: Tensors) -> Dict[str, Any]:
     return args
 
 
-def _infer_phase1(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tuple[str, Dict[str, Any], List[str]]:
+def _infer_phase1(tensors: Tensors, args: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
     chans, _, *kernel_size = tensors['blocks.0.attn.conv.weight'].shape
     assumed = NOT_IN_TENSORS
     if 'stem' not in args:
@@ -81,15 +73,14 @@ def _infer_phase2(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tu
     args.update(
         num_heads=num_heads, head_dim=head_dim, rel_pos='table', qkv_bias='blocks.0.attn.qkv.bias' in tensors,
         qk_dim=(len(tensors['blocks.0.attn.qkv.weight']) // num_heads - head_dim) // 2)
-    ring, assumed = (0, 0), NOT_IN_TENSORS
+    kind, ring, assumed = 'cmhsa_attn', (0, 0), NOT_IN_TENSORS
     if 'bias_scale' in rel_pos:
-        ring = to_2tuple(padding)
         if 'padding_size' in rel_pos:
-            height, width = rel_pos['padding_size'].tolist()
-            ring = int(height), int(width)
+            ring = tuple(rel_pos['padding_size'].int().tolist())
         else:
-            assumed = [*assumed, 'padding']
+            ring, assumed = to_2tuple(padding), [*assumed, 'padding']
+        kind = 'cmhsa_attn_soft'
         args.update(rel_pos='padded_table', padding=ring)
     side = (math.isqrt(len(rel_pos['relative_position_bias_table']) - 1) + 2 - sum(ring)) // 2  # of a square grid
     args.update(img_size=tuple(side * patch for patch in to_2tuple(args['patch_size'])))
-    return 'cmhsa_attn_soft' if 'bias_scale' in rel_pos else 'cmhsa_attn', args, assumed
+    return kind, args, assumed
