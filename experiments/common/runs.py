@@ -109,9 +109,9 @@ def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, Lis
 
     By default that is set to results.jsonl in the output folder, in which only one process at a time may work.
     """
-    output, path = args.output, args.results or args.output / 'results.jsonl'
-    args.results = path
-    results = read_results(path)
+    output = args.output
+    args.results = args.results or output / 'results.jsonl'
+    results = read_results(args.results)
     todo = {run.key: run for each in runs.values() for run in each if run.key not in results}
     first = {run.after.key: run.after for run in todo.values() if run.after is not None}
     first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output).exists()}
@@ -128,7 +128,7 @@ def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, Lis
                 for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=not futures):
                     result = future.result()
                     results[result['run']] = result
-                    with path.open('a') as file:
+                    with args.results.open('a') as file:
                         file.write(f'{json.dumps(result)}\n')
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
