@@ -7,7 +7,6 @@ train on, beside the CNN itself. About 20 minutes on 2 cores.
 The output folder gets the table. The folders of the runs have pictures of what the heads look at, before and after
 fine-tuning.
 """
-import copy
 from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List
@@ -15,8 +14,8 @@ from typing import Any, Dict, List
 import torch
 from common.images import BATCH_SIZE, CANVAS, OPTIONS
 from common.options import make_run_parser
-from common.report import markdown_table, show, spread
-from common.runs import Result, Run, create, replicate, run_all, top1
+from common.report import markdown_table, show, spread, top1
+from common.runs import Result, Run, create, replicate, run_all
 from common.timing import step_seconds
 from timm.models import load_checkpoint
 from torch import nn
@@ -30,43 +29,37 @@ def attend(cnn: nn.Module, names: Any) -> nn.Module:
     return cnn if names is None else attend_convs(cnn, names, (1, CANVAS, CANVAS))
 
 
+NAMES: Dict[str, Any] = {'none': None, 'all convolutions': '*', 'last two stages': ['layer3.*', 'layer4.*']}
 CNN = Run('CNN', 400, dict(
     OPTIONS, img_size=CANVAS, epochs=40, lr=2e-3, model='resnet18', model_kwargs=dict(in_chans=1)))
 ROWS = {title: Run(title, 400, dict(OPTIONS, img_size=CANVAS, epochs=20, lr=2e-4), CNN, partial(attend, names=names))
-        for title, names in {
-            'none': None, 'all convolutions': '*', 'last two stages': ['layer3.*', 'layer4.*']}.items()}
+        for title, names in NAMES.items()}
 
 
 def main() -> None:
     args = make_run_parser(__doc__, 'attend_resnet', seeds=3).parse_args()
     runs = replicate(ROWS, args)
     results = run_all(runs, args)
-    for title, (run, *_) in runs.items():
-        print(f'{title}:\n{attention_summary(start(run))}')
-    show(markdown(runs, results, args.output), args.output / 'attend_resnet.md')
-
-
-def start(run: Run) -> nn.Module:
-    """Return the model that a run fine-tunes, with first weights."""
-    assert run.rewrite is not None
-    return run.rewrite(create(run))
+    models = {title: attend(create(run), NAMES[title]) for title, (run, *_) in runs.items()}  # first weights
+    for title, model in models.items():
+        print(f'{title}:\n{attention_summary(model)}')
+    show(markdown(models, runs, results, args.output), args.output / 'attend_resnet.md')
 
 
 @torch.inference_mode()
 def logits_error(run: Run, output: Path) -> float:
     """Return the largest difference of logits that the rewrite makes, relative to the largest logit."""
-    assert run.after is not None
-    assert run.rewrite is not None
     cnn = create(run)
-    load_checkpoint(cnn, str(run.after.checkpoint(output, 1)))
+    load_checkpoint(cnn, str(run.checkpoint(output)))
     images = torch.randn(64, 1, CANVAS, CANVAS, generator=torch.Generator().manual_seed(0))
     logits = cnn.eval()(images)
-    return ((run.rewrite(copy.deepcopy(cnn))(images) - logits).abs().max() / logits.abs().max()).item()
+    return ((attend(cnn, NAMES[run.title])(images) - logits).abs().max() / logits.abs().max()).item()
 
 
-def markdown(runs: Dict[str, List[Run]], results: Dict[str, List[Result]], output: Path) -> str:
+def markdown(
+        models: Dict[str, nn.Module], runs: Dict[str, List[Run]], results: Dict[str, List[Result]], output: Path,
+) -> str:
     """Return the table of all forms, over the seeds."""
-    models = {title: start(run) for title, (run, *_) in runs.items()}
     seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, CANVAS, CANVAS))
     head = ['convolutions that became attention', 'parameters', 'logits differ by', 'top-1', 'fine-tuned', 'step, ms']
     rows = []

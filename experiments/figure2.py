@@ -5,8 +5,8 @@ without a warm-up of the learning rate, which is otherwise that of CMHSA-5 in ta
 5 seeds. Phase 1 is that of table1.py. The output folder gets the table and the plot.
 """
 from common.options import make_run_parser
-from common.report import make_figure, markdown_table, plot_mean_and_range, show, spread
-from common.runs import replicate, run_all, top1
+from common.report import make_figure, markdown_table, plot_mean_and_range, show, spread, top1
+from common.runs import replicate, run_all
 from table1 import ATTN, CMHSA5, plan
 
 CONVERTED = plan(CMHSA5, 300)

@@ -4,9 +4,7 @@ DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixe
 CIFAR-10. Every model trains on 3,000 of them for 100 epochs, with each learning rate, and is judged by 1,000 other
 training images. A run takes 10 to 40 minutes on one core. The output folder gets the table.
 """
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from common.options import make_run_parser
@@ -17,9 +15,6 @@ from timm.models import register_model
 from timm.models.convmixer import ConvMixer
 from timm.models.resnetv2 import ResNetV2
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
-import resnet18_cifar  # noqa: F401  registers the model
 
 
 def register(build: Any) -> Any:

@@ -72,7 +72,6 @@ def main() -> None:
     add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=120, help='of phase 1 alone (default: %(default)s)')
     args = parser.parse_args()
-    args.results = args.results or args.output / 'results.jsonl'
     batch_size = 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the learning rate
     lr = float(f'{2e-3 * (batch_size / 64) ** 0.5:.1e}')
     rows = {title: Run(title, args.images, dict(

@@ -12,22 +12,18 @@ benchmarks/natural_images.jsonl` has those of docs/results.md, which an earlier 
 processor, images were shifted with the mean colour): give another file for new runs.
 """
 import math
-import sys
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from common.options import make_run_parser
-from common.report import half_interval, make_figure, markdown_table, plot_mean_and_range, show, spread
+from common.report import half_interval, make_figure, markdown_table, plot_mean_and_range, show, spread, top1
 from common.runs import LOOKS, Result, Results, Run, read_results, replicate, run_all
 from torch import nn
 
 import timm_cmhsa
 from timm_cmhsa.rel_pos import BIAS_SCALE, PaddedRelPosTable
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
-import resnet18_cifar  # noqa: F401  registers the model
 
 IMG_SIZE = 32  # pixels
 PHASE1, CNN, SOFT = 'phase 1', 'ResNet-18', 'two phases, soft heads'
@@ -41,15 +37,7 @@ def keep(model: nn.Module) -> nn.Module:
     return model
 
 
-def hard(model: Any, is_thin: bool = False) -> nn.Module:
-    """Rewrite a model with hard heads, which are trained as shifts: the same, for less."""
-    width = model.embed_dim // 2 if is_thin else model.embed_dim
-    model = timm_cmhsa.convert_model(model, 'cmhsa_attn', head_dim=width, qk_dim=width)
-    model.set_hard_attn()
-    return model
-
-
-def soft(model: Any, is_thin: bool = False, scale: float = BIAS_SCALE, **options: Any) -> nn.Module:
+def soft(model: Any, is_thin: bool = False, scale: float = BIAS_SCALE, **options: Any) -> Any:
     """Rewrite a model with soft heads, whose biases learn `scale` times as fast as weights."""
     width = model.embed_dim // 2 if is_thin else model.embed_dim
     model = timm_cmhsa.convert_model(model, head_dim=width, qk_dim=width, **{'peak': 0.75, **options})
@@ -57,6 +45,13 @@ def soft(model: Any, is_thin: bool = False, scale: float = BIAS_SCALE, **options
         if isinstance(module, PaddedRelPosTable):  # change how fast biases learn, and not what they are
             module.relative_position_bias_table.data *= module.bias_scale / scale
             module.bias_scale.fill_(scale)
+    return model
+
+
+def hard(model: Any, is_thin: bool = False) -> nn.Module:
+    """Rewrite a model with hard heads, which are trained as shifts: the same, for less."""
+    model = soft(model, is_thin, architecture='cmhsa_attn', peak=None)
+    model.set_hard_attn()
     return model
 
 
@@ -119,7 +114,6 @@ ROWS = {row.title: row for row in (
 
 def main() -> None:
     args = make_run_parser(__doc__, 'natural_images', seeds=3, photos=True).parse_args()
-    args.results = args.results or args.output / 'results.jsonl'
     run_all(replicate(ROWS, args), args)
     args.rows, results = ['*'], read_results(args.results)
     best = done({title: run for title, (run, *_) in replicate(ROWS, args).items()}, results)
@@ -150,11 +144,11 @@ def accuracies(best: Dict[str, List[Result]], results: Results) -> str:
             'training loss', 'time']
     cells = []
     for title, seeds in best.items():
-        start = f"{mean(result['before']['top1'] for result in seeds):.1f}" if seeds[0]['after'] else '-'
+        epochs = seeds[0]['run'].split(' | ')[1].removesuffix(' epochs')
+        start = f'{mean(top1(seeds, "before")):.1f}' if seeds[0]['after'] else '-'
         cells.append([
-            title, seeds[0]['run'].split(' | ')[1].removesuffix(' epochs'), str(len(seeds)),
-            f"{mean(result['params'] for result in seeds):.2f}", f'{seeds[0]["lr"]:g}', start,
-            spread([result['test']['top1'] for result in seeds]),
+            title, epochs, str(len(seeds)), f"{mean(result['params'] for result in seeds):.2f}",
+            f'{seeds[0]["lr"]:g}', start, spread(top1(seeds)),
             *(gain(seeds, best.get(alone, [])) for alone in (AS_MANY_STEPS, AS_MUCH_TIME)),
             f"{mean(result['train_loss'] for result in seeds):.3f}",
             f'{mean(time_of(result, results) for result in seeds):.0f}'])

@@ -5,18 +5,17 @@ down to digits of 16 x 16 pixels, 400 training images, and models of a quarter o
 cores. examples/cifar10 has recipes for the models in full size. The output folder gets the table, and pictures of the
 heads.
 """
-import statistics
-import sys
 from functools import partial
 from pathlib import Path
+from statistics import mean
 from typing import Any, Dict, List
 
 import torch
 from centers import center_figure, gaussians
 from common.images import BATCH_SIZE, DIGIT, OPTIONS, digits
 from common.options import make_run_parser
-from common.report import markdown_table, show, spread
-from common.runs import Result, Run, create, replicate, run_all, top1
+from common.report import markdown_table, show, spread, top1
+from common.runs import Result, Run, create, replicate, run_all
 from common.timing import step_seconds
 from torch import nn
 
@@ -25,9 +24,6 @@ from timm_cmhsa.analysis import HeadStatistics
 from timm_cmhsa.images import choose_images
 from timm_cmhsa.pixel import prune_degenerate_heads
 from timm_cmhsa.plots import plot_attention
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
-import resnet18_cifar  # noqa: F401  registers the model
 
 
 def prune(model: nn.Module) -> nn.Module:
@@ -87,10 +83,9 @@ def markdown(runs: Dict[str, List[Run]], results: Dict[str, List[Result]], heads
 
 def likeness(runs: Dict[str, List[Run]], output: Path) -> str:
     """Return how much like a convolution the heads are after training: means over heads and seeds."""
-    layers = [[f'{statistics.mean(head.best_weight for head in heads):.2f}, '
-               f'{statistics.mean(head.distance for head in heads):.1f}' for heads in all_heads(each, output)]
-              for each in runs.values()]
-    rows = [[str(layer), *cells] for layer, cells in enumerate(zip(*layers), start=1)]
+    models = [[f'{mean(head.best_weight for head in heads):.2f}, {mean(head.distance for head in heads):.1f}'
+               for heads in all_heads(each, output)] for each in runs.values()]
+    rows = [[str(layer), *cells] for layer, cells in enumerate(zip(*models), start=1)]
     return markdown_table(['layer', *runs], rows) + (
         '\nFor the heads of every layer: mean weight on the best single offset (1 is a tap of a convolution), and mean '
         'distance of their centres from the query, in tokens.\n')

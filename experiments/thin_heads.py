@@ -14,8 +14,8 @@ import timm
 import torch
 from common.images import BATCH_SIZE, CANVAS, OPTIONS
 from common.options import make_run_parser
-from common.report import make_figure, markdown_table, plot_mean_and_range, show, spread
-from common.runs import Result, Run, replicate, run_all, top1
+from common.report import make_figure, markdown_table, plot_mean_and_range, show, spread, top1
+from common.runs import Result, Run, replicate, run_all
 from common.timing import step_seconds
 from torch import nn
 

@@ -5,7 +5,6 @@ CIFAR-10. `timm_cmhsa.train` trains every model on 3,000 of the images, for abou
 training images. Those are drawn; the table has the images of DIR/validation, too. A seed takes about 50 minutes on one
 core. Other work on the machine disturbs the times: `--workers 1` does one run after the other.
 """
-import sys
 from pathlib import Path
 from statistics import mean
 from typing import Any, Dict, List
@@ -13,9 +12,6 @@ from typing import Any, Dict, List
 from common.options import make_run_parser
 from common.report import accuracies, make_figure, plot_mean_and_range, show
 from common.runs import Result, Run, replicate, run_all
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'examples' / 'cifar10'))
-import resnet18_cifar  # noqa: F401  registers the model
 
 BOTH, SWITCH = 'both phases', 0.4
 

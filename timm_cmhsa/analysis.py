@@ -2,7 +2,7 @@
 import contextlib
 import math
 from collections import defaultdict
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tuple
 
 import torch
 from timm.layers import Attention, gen_relative_position_index
@@ -14,6 +14,7 @@ from torch import nn
 from .rel_pos import OffsetRelPos
 
 STOCK = VisionTransformer, relpos.VisionTransformerRelPos, beit.Beit
+STOCK_LAYERS = Attention, relpos.RelPosAttention, beit.Attention
 BATCH_WEIGHTS = 2 ** 26  # attention weights of all layers at once: 256 MB in float32
 
 
@@ -48,8 +49,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
     modules: Dict[str, Any] = dict(model.named_modules())
     layers = {name: each for name, each in modules.items() if isinstance(getattr(each, 'rel_pos', None), OffsetRelPos)}
     if not layers and isinstance(model, STOCK):
-        layers = {name: each for name, each in modules.items()
-                  if isinstance(each, (Attention, relpos.RelPosAttention, beit.Attention))}
+        layers = {name: each for name, each in modules.items() if isinstance(each, STOCK_LAYERS)}
     layers = {name: layer for name, layer in layers.items() if layer.num_heads}
     if not layers:
         found = {type(each).__name__ for each in modules.values() if hasattr(each, 'attn_drop')}  # timm's attention
@@ -66,10 +66,9 @@ def layer_grid_size(model: Any, layer: Any) -> Tuple[int, int]:
     return grid_size
 
 
-def num_weights(model: nn.Module, layer: Any) -> int:
-    """Return the number of attention weights for one image, without the zero key."""
-    num: int = layer.num_heads * math.prod(layer_grid_size(model, layer)) ** 2
-    return num
+def num_weights(model: nn.Module, layers: Mapping[str, Any]) -> int:
+    """Return the number of attention weights of some layers for one image, without the zero key."""
+    return sum(layer.num_heads * math.prod(layer_grid_size(model, layer)) ** 2 for layer in layers.values())
 
 
 @torch.no_grad()
@@ -105,10 +104,10 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     maps = {}
     for name, attn in weights.items():
         grid_size = layer_grid_size(model, layers[name])
-        num_patches, prefix = math.prod(grid_size), attn.shape[-2] - math.prod(grid_size)
-        patches = attn[..., prefix:, prefix:prefix + num_patches]
-        others = attn[..., prefix:, :prefix].sum(dim=-1) + attn[..., prefix:, prefix + num_patches:].sum(dim=-1)
-        maps[name] = AttentionMaps(patches, others if attn.shape[-1] > num_patches else None, grid_size)
+        num_queries, prefix = attn.shape[2], attn.shape[2] - math.prod(grid_size)  # class tokens, before the patches
+        first, patches, last = attn[:, :, prefix:].tensor_split((prefix, num_queries), dim=-1)
+        others = torch.cat([first, last], dim=-1)
+        maps[name] = AttentionMaps(patches, others.sum(dim=-1) if others.shape[-1] else None, grid_size)
     return maps
 
 
@@ -139,8 +138,7 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     counts = index.bincount()
     weights = maps.weights.mean(dim=0).flatten(1)
     totals = weights.new_zeros(len(weights), len(counts)).index_add(1, index, weights)
-    rows, cols = torch.meshgrid(torch.arange(1 - height, height), torch.arange(1 - width, width), indexing='ij')
-    offsets = torch.stack([rows, cols], dim=-1).flatten(0, 1).to(totals)
+    offsets = torch.cartesian_prod(torch.arange(1 - height, height), torch.arange(1 - width, width)).to(totals)
     centers = totals @ offsets / totals.sum(dim=1, keepdim=True).clamp(min=1e-12)
     best_totals, best = totals.max(dim=1)
     all_weights = maps.weights
@@ -163,12 +161,10 @@ def finite_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMa
 
 
 def mean_attention(
-        model: nn.Module,
-        images: torch.Tensor,
-) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
+        model: nn.Module, images: torch.Tensor) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
     """Return the attention of all layers, averaged over images (B, C, H, W), and its statistics."""
     layers = attention_layers(model)
-    batch_size = max(BATCH_WEIGHTS // sum(num_weights(model, layer) for layer in layers.values()), 1)
+    batch_size = max(BATCH_WEIGHTS // num_weights(model, layers), 1)
     weights: Dict[str, Any] = defaultdict(float)
     zero_keys: Dict[str, Any] = defaultdict(float)
     entropies: Dict[str, Any] = defaultdict(float)  # the entropy of the mean is not the mean of the entropies

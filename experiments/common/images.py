@@ -2,7 +2,7 @@
 import random
 import shutil
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List
 
 from torchvision.datasets import CIFAR10, ImageFolder
 
@@ -37,7 +37,6 @@ def photos(root: Path, num_train: int, seed: int, data_dir: Path, num_held_out: 
         ValueError: If there are too few images.
     """
     def write(folder: Path) -> None:
-        chosen: Dict[str, Tuple[Any, Sequence[int]]]
         train, test = open_split(data_dir, 'train'), open_split(data_dir, 'validation')
         by_class: Dict[int, List[int]] = {}
         for index, target in enumerate(train.targets):
@@ -49,10 +48,10 @@ def photos(root: Path, num_train: int, seed: int, data_dir: Path, num_held_out: 
                              f'{others} to hold out were asked for: choose other numbers.')
         rng = random.Random(seed)
         samples = [rng.sample(indices, first + others) for indices in by_class.values()]
-        chosen = {'train': (train, [index for sample in samples for index in sample[:first]]),
-                  'validation': (train, [index for sample in samples for index in sample[first:]]),
-                  'test': (test, range(len(test)))}
-        for split, (dataset, indices) in chosen.items():
+        for split, dataset, indices in (
+                ('train', train, [index for sample in samples for index in sample[:first]]),
+                ('validation', train, [index for sample in samples for index in sample[first:]]),
+                ('test', test, range(len(test)))):
             for index in indices:
                 image, target = dataset[index]
                 path = folder / split / dataset.classes[target] / f'{index:05}.png'

@@ -8,6 +8,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 
+def top1(seeds: Sequence[Dict[str, Any]], when: str = 'test') -> List[float]:
+    """Return the top-1 accuracies of runs: on test images, `when` 'before' or after ('test') training, and so on."""
+    return [result[when]['top1'] for result in seeds]
+
+
 def spread(values: Sequence[float]) -> str:
     """Return mean ± standard deviation; a single value is returned alone."""
     mean = f'{statistics.mean(values):.1f}'
@@ -29,14 +34,14 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def accuracies(results: Mapping[str, Sequence[Dict[str, Any]]]) -> str:
     """Return a table of runs on photos: sizes, times and accuracies, also right after the rewrite."""
-    rows = [[
-        title, f'{first["params"]:.2f} M', str(first['epochs']), f'{first["lr"]:g}', '-'
-        if first['converted']['top1'] is None else spread([each['converted']['top1'] for each in (first, *others)]),
-        f'{statistics.mean(each["seconds"] for each in (first, *others)) / 60:.0f} min',
-        *(spread([each[split]['top1'] for each in (first, *others)]) for split in ('held_out', 'test')),
-    ] for title, (first, *others) in results.items()]
+    rows = []
+    for title, seeds in results.items():
+        first, minutes = seeds[0], statistics.mean(each['seconds'] for each in seeds) / 60
+        rewritten = '-' if first['converted']['top1'] is None else spread(top1(seeds, 'converted'))
+        rows.append([title, f'{first["params"]:.2f} M', str(first['epochs']), f'{first["lr"]:g}', rewritten,
+                     f'{minutes:.0f} min', spread(top1(seeds, 'held_out')), spread(top1(seeds))])
     head = ['', 'parameters', 'epochs', 'learning rate', 'rewritten', 'time', 'held-out images', 'test images']
-    return markdown_table(head, rows) + seeds_note(len(next(iter(results.values()))))
+    return markdown_table(head, rows) + seeds_note(len(seeds))
 
 
 def seeds_note(num_seeds: int) -> str:

@@ -10,6 +10,7 @@ import json
 import os
 import signal
 import statistics
+import sys
 import threading
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -34,6 +35,9 @@ from timm_cmhsa.train import create_model, train_two_phases
 
 from .images import digits, photos
 from .timing import processor
+
+sys.path.insert(0, str(Path(__file__).parents[2] / 'examples' / 'cifar10'))
+import resnet18_cifar  # noqa: F401  registers the model
 
 VERSIONS = {module.__name__: module.__version__ for module in (torch, torchvision, timm, timm_cmhsa)}
 NUM_HELD_OUT = 1000  # photos
@@ -69,8 +73,9 @@ class Run(NamedTuple):
     def folder(self, output: Path) -> Path:
         return output / 'runs' / ''.join(c if c.isalnum() or c in '.-' else '_' for c in self.key)
 
-    def checkpoint(self, output: Path, phase: int) -> Path:
-        return self.folder(output) / 'checkpoints' / f'phase{phase}.pth.tar'
+    def checkpoint(self, output: Path) -> Path:
+        """Return the checkpoint of phase 1."""
+        return self.folder(output) / 'checkpoints' / 'phase1.pth.tar'
 
     def images(self, output: Path) -> Path:
         return self.data(output, self.num_train, self.seed)
@@ -102,13 +107,14 @@ def replicate(rows: Mapping[Key, Run], args: Namespace) -> Dict[Key, List[Run]]:
 def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, List[Result]]:
     """Return the results of runs, under the keys of the mapping. Do those that have no line in `args.results` yet.
 
-    Only one process at a time may work in an output folder.
+    By default that is set to results.jsonl in the output folder, in which only one process at a time may work.
     """
-    output, path = args.output, args.results or args.output / 'results.jsonl'
-    results = read_results(path)
+    output = args.output
+    args.results = args.results or output / 'results.jsonl'
+    results = read_results(args.results)
     todo = {run.key: run for each in runs.values() for run in each if run.key not in results}
     first = {run.after.key: run.after for run in todo.values() if run.after is not None}
-    first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output, 1).exists()}
+    first = {key: run for key, run in first.items() if key not in results or not run.checkpoint(output).exists()}
     try:
         for run in (*first.values(), *todo.values()):
             run.images(output)  # here, as runs share them
@@ -122,7 +128,7 @@ def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, Lis
                 for future in tqdm(as_completed(futures), 'runs', total=len(futures), disable=not futures):
                     result = future.result()
                     results[result['run']] = result
-                    with path.open('a') as file:
+                    with args.results.open('a') as file:
                         file.write(f'{json.dumps(result)}\n')
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -152,11 +158,6 @@ def read_results(path: Path) -> Results:
         raise SystemExit(f'{path} is not a file of results: give another one.') from None
 
 
-def top1(results: Sequence[Result], when: str = 'test') -> List[float]:
-    """Return the top-1 accuracies on test images, 'before' or after ('test') training, or on 'held_out' images."""
-    return [result[when]['top1'] for result in results]
-
-
 def do(run: Run, output: Path) -> Result:
     """Train one run and return its result."""
     torch.set_num_threads(1)
@@ -168,7 +169,7 @@ def do(run: Run, output: Path) -> Result:
         return models[-1]
 
     if run.after is not None:
-        link, phase1 = run.checkpoint(output, 1), run.after.checkpoint(output, 1)
+        link, phase1 = run.checkpoint(output), run.after.checkpoint(output)
         link.parent.mkdir(parents=True, exist_ok=True)
         if not link.is_symlink():
             link.symlink_to(os.path.relpath(phase1, link.parent))
@@ -186,25 +187,17 @@ def do(run: Run, output: Path) -> Result:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else processor()
     dtype = results['options']['amp_dtype']
     return dict(
-        run=run.key,
-        title=run.title,
-        after=run.after and run.after.key,
-        num_train=run.num_train,
-        seed=run.seed,
-        epochs=run.options['epochs'],
-        lr=run.options['lr'],
-        params=results['parameters'] / 1e6,
+        run=run.key, title=run.title, after=run.after and run.after.key, num_train=run.num_train, seed=run.seed,
+        epochs=run.options['epochs'], lr=run.options['lr'], params=results['parameters'] / 1e6,
         converted={'top1': results['converted_top1']},  # held-out images
         before={'top1': results['test'].get('converted')},
         held_out={'top1': results['top1']},
         test={'top1': results['test'].get('phase 2', results['test']['phase 1'])},
-        train_loss=history[-1]['train_loss'],
-        seconds=history[-1]['seconds'] - earlier['seconds'],
+        train_loss=history[-1]['train_loss'], seconds=history[-1]['seconds'] - earlier['seconds'],
         looks={'before': look(before, images), 'after': look(after, images)},
         bias_moved=max(((new.offset_bias() - old.offset_bias()).abs().max().item()
                         for old, new in zip(tables(before), tables(after))), default=None),
-        device=f'{name} in {"float32" if dtype == "None" else dtype}',
-        versions=VERSIONS,
+        device=f'{name} in {"float32" if dtype == "None" else dtype}', versions=VERSIONS,
         curves={key: [point[key] - earlier.get(key, 0) for point in history]
                 for key in ('epoch', 'seconds', 'train_loss', 'loss', 'top1')},
     )

@@ -17,8 +17,7 @@ def step_seconds(models: Dict[str, nn.Module], images: torch.Tensor, repeats: in
     The models take turns, so that a drift of the machine meets all alike.
     """
     images = images.to(memory_format=torch.channels_last)  # as the trainer has models and images
-    steps = [training_step(model.to(images.device).to(memory_format=torch.channels_last).train(), images)
-             for model in models.values()]
+    steps = [training_step(each.to(memory_format=torch.channels_last).train(), images) for each in models.values()]
     rounds = [[timed(step) for step in steps] for _ in range(repeats + 2)][2:]  # the first two warm up
     return dict(zip(models, map(statistics.median, zip(*rounds))))
 

@@ -83,9 +83,7 @@ class LearnedRelPos(OffsetRelPos):
     def set_grid_size(self, grid_size: Grid) -> None:
         super().set_grid_size(grid_size)
         for name, size in zip(('row_embed', 'col_embed'), grid_size):
-            embed = self.get_parameter(name)
-            resized = resize_offset_embed(embed.detach(), 2 * size - 1)
-            setattr(self, name, nn.Parameter(resized, requires_grad=embed.requires_grad))
+            replace_parameter(self, name, resize_offset_embed(self.get_parameter(name), 2 * size - 1))
 
     def offset_bias(self) -> torch.Tensor:
         half, head_vector = self.row_embed.shape[1], self.head_vector
@@ -122,6 +120,11 @@ def resize_offset_embed(embed: torch.Tensor, length: int) -> torch.Tensor:
     """Pad the offset embeddings of one axis, (2 * h - 1, dim), with zeros on both sides, or crop them."""
     grow = (length - len(embed)) // 2
     return F.pad(embed, (0, 0, grow, grow))
+
+
+def replace_parameter(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
+    requires_grad = module.get_parameter(name).requires_grad
+    setattr(module, name, nn.Parameter(tensor.detach(), requires_grad=requires_grad))
 
 
 ENCODINGS = {cls.name: cls for cls in (QuadraticRelPos, GeneralQuadraticRelPos, LearnedRelPos, LearnedContentRelPos)}

@@ -11,7 +11,7 @@ from typing import Any, Dict, Final, Optional, Sequence, Union
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple, use_fused_attn
+from timm.layers import to_2tuple, to_ntuple, use_fused_attn
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
@@ -21,8 +21,6 @@ from ..rel_pos import Grid, add_attn_mask
 from .encodings import ENCODINGS, resize_offset_embed
 
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
-
-__all__ = ['PixelAttn', 'PositionalAttention']
 
 
 @torch.fx.wrap  # a leaf too: it branches on a traced value
@@ -126,19 +124,13 @@ class PixelAttn(Cmhsa):
         super().__init__(patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         depth = len(self.blocks)
-        heads = [num_heads] * depth if isinstance(num_heads, int) else list(num_heads)
+        heads = to_ntuple(depth)(num_heads)
         if len(heads) != depth:
             raise ValueError(f'{num_heads=} has {len(heads)} numbers for {depth=} blocks: give one for each.')
         for block, block_heads in zip(self.blocks, heads):
             block.attn = PositionalAttention(
-                self.embed_dim,
-                self.patch_embed.grid_size,
-                num_heads=block_heads,
-                rel_pos=rel_pos,
-                attn_drop=self.drop_rates['attn_drop_rate'],
-                proj_drop=self.drop_rates['proj_drop_rate'],
-                **dd,
-            )
+                self.embed_dim, self.patch_embed.grid_size, block_heads, rel_pos,
+                attn_drop=self.drop_rates['attn_drop_rate'], proj_drop=self.drop_rates['proj_drop_rate'], **dd)
 
     def model_args(self) -> Dict[str, Any]:
         heads = [block.attn.num_heads for block in self.blocks]
@@ -150,9 +142,8 @@ class PixelAttn(Cmhsa):
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:
     """Pad or crop the offset embeddings of a checkpoint for another image size."""
     lengths = {name: len(parameter) for name, parameter in model.named_parameters() if name.endswith('_embed')}
-    return {
-        name: resize_offset_embed(tensor, lengths[name]) if name in lengths else tensor
-        for name, tensor in state_dict.items()}
+    return {name: resize_offset_embed(tensor, lengths[name]) if name in lengths else tensor
+            for name, tensor in state_dict.items()}
 
 
 def _create_pixel_attn(variant: str, pretrained: bool, kwargs: Dict[str, Any], **defaults: Any) -> PixelAttn:
@@ -164,11 +155,7 @@ _PAPER = dict(
     paper_ids='arXiv:1911.03584', paper_name='On the Relationship between Self-Attention and Convolutional Layers')
 
 default_cfgs = generate_default_cfgs({
-    'pixel_attn_quadratic': cfg(num_classes=10, **_PAPER),
-    'pixel_attn_quadratic_gen': cfg(num_classes=10, **_PAPER),
-    'pixel_attn_learned': cfg(num_classes=10, **_PAPER),
-    'pixel_attn_learned_content': cfg(num_classes=10, **_PAPER),
-
+    **{f'pixel_attn_{name}': cfg(num_classes=10, **_PAPER) for name in ENCODINGS},
     'test_pixel_attn': cfg(**_PAPER),
 })
 

@@ -3,9 +3,8 @@ from typing import Any, Dict, List
 
 import torch
 from timm.utils import unwrap_model
-from torch import nn
 
-from .encodings import GeneralQuadraticRelPos
+from .encodings import GeneralQuadraticRelPos, replace_parameter
 from .models import PositionalAttention
 
 # Of the eigenvalues of a head's inverse covariance:
@@ -53,8 +52,3 @@ def keep_heads(layer: PositionalAttention, heads: List[int]) -> None:
         replace_parameter(layer.rel_pos, name, layer.rel_pos.get_parameter(name)[heads])
     layer.num_heads = layer.rel_pos.num_heads = len(heads)
     layer.value.in_features = layer.value.weight.shape[1]
-
-
-def replace_parameter(module: nn.Module, name: str, tensor: torch.Tensor) -> None:
-    requires_grad = module.get_parameter(name).requires_grad
-    setattr(module, name, nn.Parameter(tensor.detach(), requires_grad=requires_grad))

@@ -55,7 +55,7 @@ def plot_attention(
     """
     attention: History = {}
     statistics: History = {}
-    for title, model in open_models(source, architecture, model_kwargs):
+    for title, model in open_models(source, architecture, model_kwargs or {}):
         if not attention:
             first = model
             pixels, names, seen = choose_images(images, model, num_images)
@@ -76,26 +76,21 @@ def plot_attention(
             {name: attention_from(maps[name], query) for name in drawn},
             f'{title}: attention for {names[0]}',
             to_pixels(pixels[:1], model)[0])
-    page = None
+    pages = {}
     if html:
         shown = evenly_spaced(len(pixels), NUM_PAGE_IMAGES)
-        page = explorer_html(model, pixels[shown], [names[i] for i in shown], layers=drawn)
+        pages['attention.html'] = explorer_html(model, pixels[shown], [names[i] for i in shown], layers=drawn)
     folder = Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     for name, figure in figures.items():
         figure.savefig(folder / name)
-    paths = [folder / name for name in figures]
-    if page is not None:
-        paths.append(folder / 'attention.html')
-        paths[-1].write_text(page, encoding='utf-8')
-    return paths
+    for name, page in pages.items():
+        (folder / name).write_text(page, encoding='utf-8')
+    return [folder / name for name in (*figures, *pages)]
 
 
 def open_models(
-        source: Union[nn.Module, PathLike, Sequence[PathLike]],
-        architecture: Optional[str],
-        model_kwargs: Optional[Mapping[str, Any]],
-) -> Iterator[Tuple[str, nn.Module]]:
+        source: Any, architecture: Optional[str], model_kwargs: Mapping[str, Any]) -> Iterator[Tuple[str, nn.Module]]:
     """Yield the title and the model of every checkpoint, or those of a model itself."""
     if isinstance(source, nn.Module):
         model = unwrap_model(source)
@@ -106,7 +101,7 @@ def open_models(
     if len(set(titles)) < len(paths):
         titles = [str(path) for path in paths]
     for title, path in zip(titles, paths):
-        yield title, load_model(path, architecture, **(model_kwargs or {}))
+        yield title, load_model(path, architecture, **model_kwargs)
 
 
 def in_order_of_training(paths: Sequence[PathLike]) -> List[PathLike]:

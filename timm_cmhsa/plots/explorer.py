@@ -23,14 +23,13 @@ def model_name(model: nn.Module) -> str:
     return getattr(model, 'pretrained_cfg', {}).get('architecture') or type(model).__name__
 
 
-def check_alike(model: nn.Module, other: nn.Module) -> None:
-    """Refuse two models whose heads cannot be compared for the same images."""
-    shape, other_shape = (
-        (data_config(each)['input_size'],
-         {name: (layer.num_heads, tuple(layer_grid_size(each, layer)))
-          for name, layer in attention_layers(each).items()})
-        for each in (model, other))
-    if shape != other_shape:
+def check_alike(*models: nn.Module) -> None:
+    """Refuse models whose heads cannot be compared for the same images."""
+    shapes = [
+        (data_config(model)['input_size'],
+         {name: (layer.num_heads, *layer_grid_size(model, layer)) for name, layer in attention_layers(model).items()})
+        for model in models]
+    if any(shape != shapes[0] for shape in shapes):
         raise PlotError(
             'The models have different image sizes, attention layers, heads or grids: use checkpoints of one training.')
 
@@ -57,25 +56,22 @@ def explorer_html(
     Raises:
         PlotError: If the page would be too large, a model has no attention, or the two have different layers or heads.
     """
-    model, before = unwrap_model(model), None if before is None else unwrap_model(before)
-    if before is not None:
-        check_alike(model, before)
+    models = {key: unwrap_model(each) for key, each in (('maps', model), ('before', before)) if each is not None}
+    model = models['maps']
+    check_alike(*models.values())
     shown = {name: layer for name, layer in attention_layers(model).items() if layers is None or name in layers}
-    num_maps = len(images) * (1 if before is None else 2)
-    size = num_maps * sum(num_weights(model, layer) for layer in shown.values()) * 4 // 3  # base64
+    size = len(models) * len(images) * num_weights(model, shown) * 4 // 3  # base64
     if size > MAX_PAGE_BYTES:
         raise PlotError(
             f'The page would have {size / 2 ** 20:.0f} MB, more than {MAX_PAGE_BYTES // 2 ** 20} MB: '
             'use fewer images, a smaller input or fewer layers.')
-    encoded = {key: _encode_images(each, images, shown)
-               for key, each in (('maps', model), ('before', before)) if each is not None}
+    encoded = {key: _encode_images(each, images, shown) for key, each in models.items()}
     titles = titles or [f'image {i + 1}' for i in range(len(images))]
     data = {
         'model': model_name(model),
         'steps': STEPS,
         'colors': [to_hex(color) for color in colormaps['magma'](range(256))],
-        'images': [{'title': title, 'png': _png(pixels)}
-                   for title, pixels in zip(titles, to_pixels(images, model))],
+        'images': [{'title': title, 'png': _png(pixels)} for title, pixels in zip(titles, to_pixels(images, model))],
         'layers': [
             {'name': name, 'grid': layer_grid_size(model, shown[name]), 'heads': shown[name].num_heads,
              **{key: maps[name] for key, maps in encoded.items()}}

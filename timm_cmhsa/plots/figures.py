@@ -95,8 +95,7 @@ def _frame(axis: Axes, query: Tuple[int, int]) -> None:
 
 
 def statistics_figure(
-        statistics: Mapping[str, List[HeadStatistics]],
-        title: str = 'How much like a convolution every head is',
+        statistics: Mapping[str, List[HeadStatistics]], title: str = 'How much like a convolution every head is',
 ) -> Figure:
     """Draw the statistics of all heads, by name of the layer. Layers may have different numbers of heads."""
     num_heads = max(len(heads) for heads in statistics.values())
