@@ -29,6 +29,7 @@ def test_maps_are_those_that_timm_extracts(name, kwargs):
     images = torch.randn(2, 3, *model.patch_embed.img_size)
     maps = attention_maps(model, images)
     assert list(attention_maps(ModelEmaV3(model), images)) == list(maps)
+    assert list(mean_attention(ModelEmaV3(model), images)[0]) == list(maps)
     set_fused_attn(False)
     unfused = timm.create_model(name, **kwargs)
     unfused.load_state_dict(model.state_dict())

@@ -163,6 +163,7 @@ def finite_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, AttentionMa
 def mean_attention(
         model: nn.Module, images: torch.Tensor) -> Tuple[Dict[str, AttentionMaps], Dict[str, List[HeadStatistics]]]:
     """Return the attention of all layers, averaged over images (B, C, H, W), and its statistics."""
+    model = unwrap_model(model)
     layers = attention_layers(model)
     batch_size = max(BATCH_WEIGHTS // num_weights(model, layers), 1)
     weights: Dict[str, Any] = defaultdict(float)
