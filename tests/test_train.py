@@ -286,7 +286,7 @@ def test_images_of_a_data_set_are_seen_as_files_are(photos, tmp_path):
     assert 'broken.jpg: cannot identify' in note
     assert 'deep.png: it has more than 8 bits' in note
     clear, = (path for path, _ in images.splits['train'] if path.endswith('clear.png'))
-    assert images.load(clear, mode='RGB', side=SIDE).getextrema() == ((255, 255),) * 3
+    assert load_image(clear, mode='RGB', side=SIDE).getextrema() == ((255, 255),) * 3
 
 
 @pytest.mark.parametrize(('fit', 'kept'), [('crop', False), ('squash', True), ('pad', True)])

@@ -27,6 +27,13 @@ def interval(top1: float, number: int) -> str:
     return f'{100 * low:.1f} to {100 * high:.1f}'
 
 
+def class_accuracies(logits: torch.Tensor, targets: torch.Tensor) -> List[Tuple[int, float]]:
+    """Return the number of images of every class, and how many of them are right, in percent (0 if there are none)."""
+    right = (logits.argmax(dim=1) == targets).double()
+    return [(int((targets == i).sum()), 100 * right[targets == i].mean().nan_to_num().item())
+            for i in range(logits.shape[1])]
+
+
 def find_mistakes(logits: torch.Tensor, targets: torch.Tensor) -> List[Mistake]:
     """Return the images that are taken for another class, the most confident mistake first.
 
