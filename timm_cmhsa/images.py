@@ -42,17 +42,16 @@ def choose_images(
         num_images: int,
 ) -> Tuple[torch.Tensor, List[str], str]:
     """Return images for a model, a name for each, and a title: from a folder, as given, or by default random noise."""
-    kind = 'noise' if images is None else 'image'
+    kind, about = 'image', ''
     if images is None:
         size = (NUM_NOISE_IMAGES, *data_config(model)['input_size'])
         images = torch.randn(size, generator=torch.Generator().manual_seed(0), device='cpu')
+        kind, about = 'noise', ' of random noise'
     if isinstance(images, torch.Tensor):
         pixels, names = images, [f'{kind} {i + 1}' for i in range(len(images))]
     else:
         pixels, names = read_folder(images, model, num_images)
-    title = '1 image' if len(names) == 1 else f'{len(names)} images'
-    if kind == 'noise':
-        title += ' of random noise'
+    title = f'1 image{about}' if len(names) == 1 else f'{len(names)} images{about}'
     return pixels.to(next(model.parameters())), names, title  # to the model's device and type
 
 
@@ -113,8 +112,7 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     return torch.stack(images), names
 
 
-def load_image(
-        source: Union[PathLike, Image.Image], mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
+def load_image(source: Union[PathLike, Image.Image], mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
     """Return an image, from a file or open, as viewers show it: upright, with white where it is transparent.
 
     A large JPEG file is decoded smaller, to no less than `side`, which is faster. Pillow refuses images of more than

@@ -77,13 +77,11 @@ def predict(
     batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(_read, image_reader(model)))
     try:
         like = next(model.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), tqdm(
-                desc='classifying', total=len(files), unit='image', leave=False, disable=None) as progress:
-            for images, failed in batches:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            for images, failed in tqdm(batches, 'classifying', unit='batch', leave=False, disable=None):
                 if images is not None:
                     logits.append(model(images.to(like)).float().cpu())
                 reasons += failed
-                progress.update(len(failed))
     except (AssertionError, RuntimeError) as e:  # no such device, or too little memory
         raise ValueError(f'{one_line(e)} Use another --device, or a smaller --batch-size.') from e
     if all(reasons):
@@ -148,13 +146,14 @@ def _show(predictions: Predictions, output: Optional[Path]) -> None:
     if number > NUM_SHOWN:
         print(f'... and {number - NUM_SHOWN} more: {output or "--output FILE.csv"}')
     if targets is not None:
-        from .evaluation import interval
+        from .evaluation import class_accuracies, interval
 
-        top1, right = accuracy(logits, targets)[0].item(), 100 * (logits.argmax(dim=1) == targets).float()
+        top1 = accuracy(logits, targets)[0].item()
         print(f'\ntop-1 {top1:.2f} % of {number} images, 95 % interval {interval(top1, number)}\n')
-        classes = sorted((right[targets == i].mean().item(), i) for i in targets.unique().tolist())
-        rows = [(i, names[i], int((targets == i).sum()), f'{share:.1f}') for share, i in classes[:NUM_SHOWN]]
-        _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
+        rows = [(share, i, count) for i, (count, share) in enumerate(class_accuracies(logits, targets)) if count]
+        _print_table([
+            ('#', 'class, the worst first', 'images', 'top-1'),
+            *((i, names[i], count, f'{share:.1f}') for share, i, count in sorted(rows)[:NUM_SHOWN])])
 
 
 def _write(predictions: Predictions, output: Path, top: int, force: bool) -> None:

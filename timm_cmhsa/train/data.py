@@ -218,12 +218,12 @@ def _readable(samples: Any, notes: List[str]) -> Any:
     with ThreadPoolExecutor() as pool:
         checks = pool.map(why_not, range(len(samples)))
         reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
-    bad = {i: reason for i, reason in enumerate(reasons) if reason}
+    bad = [f'{samples[i][0] if isinstance(samples, list) else f"image {i}"}: {reason}'
+           for i, reason in enumerate(reasons) if reason]
     if not bad:
         return samples
-    names = [f'{samples[i][0] if isinstance(samples, list) else f"image {i}"}: {bad[i]}' for i in bad]
-    notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(names[:3])})')
-    return Subset(samples, [i for i in range(len(samples)) if i not in bad])
+    notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(bad[:3])})')
+    return Subset(samples, [i for i, reason in enumerate(reasons) if not reason])
 
 
 def _sizes(samples: Samples) -> List[Tuple[int, int]]:
@@ -238,21 +238,19 @@ def _sizes(samples: Samples) -> List[Tuple[int, int]]:
 
 def open_dataset(args: Namespace) -> Images:
     """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
-    name, root = args.dataset, str(args.data_dir or 'data')
+    name = args.dataset
     notes: List[str] = []
-
-    def open_split(split: str) -> Any:
-        download = args.download and args.rank == 0
-        return create_dataset(name, root=root, split=split, download=download, input_img_mode='')  # as the files are
-
+    open_split = partial(
+        create_dataset, name, root=str(args.data_dir or 'data'), download=args.download and args.rank == 0,
+        input_img_mode='')  # as the files are
     if args.rank:
         barrier()  # while the first process downloads
     try:
-        train = open_split('train')
+        train = open_split(split='train')
         try:
-            validation = open_split('validation')
+            validation = open_split(split='validation')
         except Exception:  # data sets of the Hub may have only the other
-            validation = open_split('test')
+            validation = open_split(split='test')
         splits = {'train': _readable(_samples(train), notes), 'validation': _readable(_samples(validation), notes)}
         sizes = _sizes(splits['train'])
     except Exception as e:  # every library has its own

@@ -139,11 +139,8 @@ def choose_options(
         args: Namespace, images: Images, before: Mapping[str, str] = {}, own: Mapping[str, Any] = {}) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice.
 
-    Args:
-        args: Options of the command.
-        images: What was found of images.
-        before: Fingerprint of the run, if it was begun on another machine: what was chosen for that is kept.
-        own: How images are prepared for the weights that the run starts from (`data_config`), if it does.
+    A run that was begun on another machine keeps what was chosen there, by its fingerprint `before`. A run that starts
+    from weights prepares images as they are used to (`own`, of `data_config`).
     """
     args.num_images, args.classes, args.files = len(images.splits['train']), images.class_names, images.digest
     notes: List[str] = []

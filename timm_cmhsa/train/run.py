@@ -1,6 +1,7 @@
 """A run: what it trains, one after the other, and what it writes down of that."""
 import copy
 from argparse import ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
@@ -125,26 +126,23 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     return results
 
 
-def _prepare(
-        args: Namespace, to_phase2: Rewrite) -> Tuple[Images, List[str], nn.Module, Dict[str, nn.Module], Trainer]:
+def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[Images, List[str], nn.Module, Dict[str, nn.Module], Trainer]:
     """Find the images, choose what was left out, and make all that can fail before the training."""
     source = args.dataset or (Path(args.data_dir).resolve().name if args.data_dir else 'digits')
     args.output = Path(args.output or Path('output', source.replace('/', '_')))
     init_distributed_device(args)
     check_options(args)
     images = open_images(args)
+    create: Any = partial(create_model, seed=args.seed, pretrained=args.pretrained)
     own: Dict[str, Any] = {}
     if starts_from_weights(args):
-        own = data_config(create_model(
-            args.model, None, args.seed, pretrained=args.pretrained, checkpoint=args.initial_checkpoint,
-            **(args.model_kwargs or {})))
+        own = data_config(
+            create(args.model, img_size=None, checkpoint=args.initial_checkpoint, **(args.model_kwargs or {})))
     chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own)]
-    common: Dict[str, Any] = dict(
-        img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit],
-        pretrained=args.pretrained)
-    model = create_model(args.model, checkpoint=args.initial_checkpoint, **common, **args.model_kwargs)
-    rivals = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
-              for name in args.compare}
+    create = partial(
+        create, img_size=args.img_size, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit])
+    model = create(args.model, checkpoint=args.initial_checkpoint, **args.model_kwargs)
+    rivals = {name: create(name, in_chans=args.model_kwargs.get('in_chans', 3)) for name in args.compare}
     if args.freeze:
         freeze_features(model)
     if args.attend and isinstance(model, Cmhsa):

@@ -128,21 +128,12 @@ class Trainer:
         self.loss_fn = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
 
     def fit(
-            self,
-            name: str,
-            model: nn.Module,
-            epochs: range,
-            before: Optional[Trained] = None,
-            average: Optional[nn.Module] = None,
-    ) -> Trained:
-        """Train a model, or go on where this was stopped.
+            self, name: str, model: nn.Module, epochs: range, before: Optional[Trained] = None,
+            average: Optional[nn.Module] = None) -> Trained:
+        """Train a model for some of the options' epochs, or go on where this was stopped.
 
-        Args:
-            name: Name of the checkpoint.
-            model: Model to train.
-            epochs: Epochs to train, of those of the options.
-            before: What was trained before the rewrite. What its optimizer knows about parameters that stay is kept.
-            average: Model that the average of weights starts from, if one is asked for; by default the model.
+        Phase 2 keeps what the optimizer of phase 1, `before`, knows about parameters that stay. An average of weights,
+        if one is asked for, starts from `average`, by default from the model.
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
         keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
