@@ -801,7 +801,7 @@ def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
 def test_a_folder_with_other_results_is_left_as_it_is(photos, tmp_path):
     (tmp_path / 'results.md').write_text('mine')
     with pytest.raises(ValueError, match=r'holds a results.md that is not of a training: give another --output'):
-        train_two_phases(photos, output=tmp_path, **OPTIONS)
+        train_two_phases(photos, output=tmp_path, log='tensorboard', **OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ['results.md']
 
 

@@ -4,7 +4,7 @@ import os
 import unicodedata
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from PIL import Image, ImageOps
@@ -97,19 +97,27 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     files = find_images(root)
     if not files:
         raise CheckpointError(f'{folder} has no images ({", ".join(IMG_EXTENSIONS)}).')
-    read = image_reader(model)
-    images, names, failure = [], [], ''
-    for file in (files[i] for i in evenly_spaced(len(files), count)):
-        name = str(file.relative_to(root))
+    files = [files[i] for i in evenly_spaced(len(files), count)]
+    images, reasons = read_images(image_reader(model), files)
+    names = [str(file.relative_to(root)) for file in files]
+    for name, reason in zip(names, reasons):
+        if reason:
+            _logger.warning('%s cannot be read: %s It is left out.', name, reason)
+    if images is None:
+        raise CheckpointError(f'{folder} has no readable images: {names[-1]} cannot be read: {reasons[-1]}')
+    return images, [name for name, reason in zip(names, reasons) if not reason]
+
+
+def read_images(read: Callable[[Path], Any], files: Sequence[Path]) -> Tuple[Optional[torch.Tensor], List[str]]:
+    """Return the images that can be read, (B, C, H, W), if any, and for every file why it cannot, or ''."""
+    images, reasons = [], []
+    for file in files:
         try:
             images.append(read(file))
-            names.append(name)
+            reasons.append('')
         except Exception as e:  # decoders raise anything
-            failure = f'{name} cannot be read: {one_line(e)}'
-            _logger.warning('%s It is left out.', failure)
-    if not images:
-        raise CheckpointError(f'{folder} has no readable images: {failure}')
-    return torch.stack(images), names
+            reasons.append(one_line(e))
+    return torch.stack(images) if images else None, reasons
 
 
 def load_image(source: Union[PathLike, Image.Image], mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:

@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from timm.utils import accuracy
@@ -18,7 +18,7 @@ from .checkpoint import open_model
 from .cli import ANY_SOURCE, Parser, run_command
 from .errors import CheckpointError, one_line
 from .files import PathLike, check_destination, replacing, write_csv
-from .images import class_name, find_images, image_reader, load_image
+from .images import class_name, find_images, image_reader, load_image, read_images
 
 _logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def predict(
     model = model if isinstance(model, nn.Module) else open_model(model)
     names, logits, reasons = class_names(model), [], []
     workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // batch_size) if workers is None else workers
-    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(_read, image_reader(model)))
+    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(read_images, image_reader(model)))
     try:
         like = next(model.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
@@ -91,18 +91,6 @@ def predict(
             _logger.warning('%s cannot be read: %s It is left out.', printable(file), reason)
     files = [file for file, reason in zip(files, reasons) if not reason]
     return Predictions(files, torch.cat(logits), names, _targets(files, paths[0], names))
-
-
-def _read(read: Callable[[Path], torch.Tensor], files: Sequence[Path]) -> Tuple[Optional[torch.Tensor], List[str]]:
-    """Return the images of a batch that can be read, and for every file why it cannot, or ''."""
-    images, reasons = [], []
-    for file in files:
-        try:
-            images.append(read(file))
-            reasons.append('')
-        except Exception as e:  # decoders raise anything
-            reasons.append(one_line(e))
-    return torch.stack(images) if images else None, reasons
 
 
 def class_names(model: Any) -> List[str]:

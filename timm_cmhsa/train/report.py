@@ -1,5 +1,6 @@
 """What a training leaves behind: models, tables and pictures."""
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Sequence
 
@@ -28,18 +29,16 @@ model = {create}
 ```'''
 
 
-def save_models(
-        models: Dict[str, Judged], output: Path, model_args: Dict[str, Any], class_names: List[str],
-        sizes: Dict[str, int]) -> None:
+def save_models(models: Dict[str, Judged], args: Namespace, images: Images) -> None:
     """Write a folder for each model of this package, with a card; of another one, only the `model`, as timm does."""
-    training = f'{sizes["train"]} images, validated on {sizes["validation"]} others'
+    training = f'{args.num_images} images, validated on {len(images.splits["validation"])} others'
     for name, judged in models.items():
         if isinstance(judged.model, Cmhsa) or hasattr(judged.model, 'attended'):
             save_for_hub(
-                judged.model, output / name, force=True, label_names=class_names,
+                judged.model, args.output / name, force=True, label_names=images.class_names,
                 results={'Top-1': round(judged.top1(), 2)}, details={'Training': training})
         elif name == 'model':
-            _save_for_timm(judged.model, output / name, model_args, class_names)
+            _save_for_timm(judged.model, args.output / name, args.model_kwargs, images.class_names)
 
 
 def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_names: List[str]) -> None:
@@ -137,12 +136,10 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
 
 
 def paired_interval(right: torch.Tensor, other: torch.Tensor) -> List[float]:
-    """Return by how many points one model is right more often than another, and the paired 95 % interval.
+    """Return by how many points one model is more often `right` than another, and the paired 95 % interval.
 
-    The interval is that of Agresti and Min (2005), which holds for few images too.
-
-    Args:
-        right, other: 1 for every image that a model classifies right, 0 for the others, (N,), for the same images.
+    The interval is that of Agresti and Min (2005), which holds for few images too. Both arguments have 1 for every
+    image that is classified right and 0 for the others, (N,).
     """
     wins, losses = ((each > 0).sum().item() + 0.5 for each in (right - other, other - right))
     number, lead = len(right) + 2, wins - losses

@@ -18,7 +18,7 @@ from ..files import PathLike
 from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution
-from .data import Images, make_loaders, open_images
+from .data import open_images
 from .model import SOURCES, create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
@@ -75,9 +75,10 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
         return rewrite(copy.deepcopy(model)) if rewrite else convert_model(model, args.architecture, **options)
 
     try:
-        images, chosen, model, rivals, trainer = _prepare(args, to_phase2)
+        chosen, model, rivals, trainer = _prepare(args, to_phase2)
     except (AssertionError, RuntimeError) as e:  # of timm's and torch's checks
         raise ValueError(one_line(e)) from e
+    images = trainer.images
     say = print if args.rank == 0 else (lambda *_, **__: None)
     if args.minutes is not None:
         seconds = args.switch * trainer.seconds_per_epoch('phase1', model)
@@ -103,10 +104,9 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
             judged.append(final)
             saved = {'model': final, 'phase1': phase1}
             drawn = {'before phase 2': converted.model, 'after phase 2': final.model}
-    sizes = {split: len(samples) for split, samples in images.splits.items()}
     if args.rank == 0:
-        save_models(saved, args.output, args.model_kwargs, images.class_names, sizes)
-    others = [_rival(name, rival, trainer, images, trained.seconds) for name, rival in rivals.items()]
+        save_models(saved, args, images)
+    others = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
     judged += others
     results: Dict[str, Any] = dict(
         phase1_top1=phase1.top1(), converted_top1=converted and converted.top1(), top1=final.top1(),
@@ -116,9 +116,9 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
             images.class_names, class_accuracies(*final.predicted['validation']))],
         lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in others}
               for split in final.predicted},
-        **{f'num_{split}': size for split, size in sizes.items()},
+        **{f'num_{split}': len(samples) for split, samples in images.splits.items()},
         curves={each.title: each.history for each in judged if each.history}, chosen=chosen, options=fingerprint(args))
-    if 'test' in sizes:
+    if 'test' in images.splits:
         results['test'] = {each.title: each.top1('test') for each in judged}
     if args.rank == 0:
         write_report(args.output, results, images, final, drawn, trainer.loaders.drawn[0])
@@ -126,7 +126,7 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     return results
 
 
-def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[Images, List[str], nn.Module, Dict[str, nn.Module], Trainer]:
+def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module, Dict[str, nn.Module], Trainer]:
     """Find the images, choose what was left out, and make all that can fail before the training."""
     source = args.dataset or (Path(args.data_dir).resolve().name if args.data_dir else 'digits')
     args.output = Path(args.output or Path('output', source.replace('/', '_')))
@@ -155,12 +155,7 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[Images, List[str], nn
         except TypeError as e:
             raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
-    log = None
-    if args.log and args.rank == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
-        log = SummaryWriter(str(args.output / 'tensorboard'))
-    trainer = Trainer(args, make_loaders(images, args, data_config(model)), log)
+    trainer = Trainer(args, images, model)
     if args.start:
         if isinstance(model, Cmhsa):
             raise ValueError(f'--start {args.start} is for a ViT of timm: add --model vit_tiny_patch16_224 --switch 1.')
@@ -169,16 +164,20 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[Images, List[str], nn
         with torch.inference_mode():
             rival.to(args.device).eval()(trainer.loaders.drawn[0][:2])
     note_options(args)
-    return images, chosen, model, rivals, trainer
+    if args.log and args.rank == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        trainer.log = SummaryWriter(str(args.output / 'tensorboard'))
+    return chosen, model, rivals, trainer
 
 
-def _rival(name: str, model: nn.Module, trainer: Trainer, images: Images, duration: float) -> Judged:
+def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Judged:
     """Train another model for as many seconds, on the same images and by the same schedule."""
     args = Namespace(**vars(trainer.args))
     args.lr = args.compare_lr
     if not args.pretrained and not name.startswith(SOURCES):
         args.layer_decay = None
-    trainer = Trainer(args, make_loaders(images, args, data_config(model)), trainer.log)
+    trainer = Trainer(args, trainer.images, model, trainer.log)
     title = f'{name.replace(":", "_").replace("/", "_")}-{args.lr:g}'  # at another rate it is another training
     args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)), 1)
     trained = trainer.fit(title, model, range(args.epochs))

@@ -29,8 +29,9 @@ from tqdm import tqdm
 from ..checkpoint import Checkpoint
 from ..convert import DATA_KEYS
 from ..errors import one_line
+from ..images import data_config
 from ..models import Cmhsa
-from .data import Loaders
+from .data import Images, make_loaders
 
 TIMED = 16  # steps in a row
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
@@ -111,11 +112,12 @@ class Judged:
 
 
 class Trainer:
-    """Trains models on the same images, with the complete options of the command."""
+    """Trains models with the complete options of the command, on images that are prepared as for the first of them."""
 
-    def __init__(self, args: Namespace, loaders: Loaders, log: Any = None) -> None:
-        self.args, self.loaders, self.log, self.device = args, loaders, log, torch.device(args.device)
-        self.updates = len(loaders.train) // args.grad_accum_steps  # of an epoch
+    def __init__(self, args: Namespace, images: Images, model: nn.Module, log: Any = None) -> None:
+        self.args, self.images, self.log, self.device = args, images, log, torch.device(args.device)
+        self.loaders = make_loaders(images, args, data_config(model))
+        self.updates = len(self.loaders.train) // args.grad_accum_steps  # of an epoch
         self.mixup, smoothing = None, args.smoothing
         if args.mixup or args.cutmix:
             self.mixup, smoothing = Mixup(
