@@ -138,10 +138,10 @@ def _show(predictions: Predictions, output: Optional[Path]) -> None:
 
         top1 = accuracy(logits, targets)[0].item()
         print(f'\ntop-1 {top1:.2f} % of {number} images, 95 % interval {interval(top1, number)}\n')
-        rows = [(share, i, count) for i, (count, share) in enumerate(class_accuracies(logits, targets)) if count]
-        _print_table([
-            ('#', 'class, the worst first', 'images', 'top-1'),
-            *((i, names[i], count, f'{share:.1f}') for share, i, count in sorted(rows)[:NUM_SHOWN])])
+        by_class = enumerate(class_accuracies(logits, targets))
+        classes = sorted((share, i, count) for i, (count, share) in by_class if count)
+        rows = [(i, names[i], count, f'{share:.1f}') for share, i, count in classes[:NUM_SHOWN]]
+        _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
 
 
 def _write(predictions: Predictions, output: Path, top: int, force: bool) -> None:

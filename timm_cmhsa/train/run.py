@@ -108,12 +108,12 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
         save_models(saved, args, images)
     others = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
     judged += others
+    by_class = class_accuracies(*final.predicted['validation'])
     results: Dict[str, Any] = dict(
         phase1_top1=phase1.top1(), converted_top1=converted and converted.top1(), top1=final.top1(),
         seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
         compare={each.title: each.top1() for each in others},
-        classes=[[name, *each] for name, each in zip(
-            images.class_names, class_accuracies(*final.predicted['validation']))],
+        classes=[[name, *each] for name, each in zip(images.class_names, by_class)],
         lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in others}
               for split in final.predicted},
         **{f'num_{split}': len(samples) for split, samples in images.splits.items()},
