@@ -286,7 +286,7 @@ def test_images_of_a_data_set_are_seen_as_files_are(photos, tmp_path):
     assert 'broken.jpg: cannot identify' in note
     assert 'deep.png: it has more than 8 bits' in note
     clear, = (path for path, _ in images.splits['train'] if path.endswith('clear.png'))
-    assert images.load(clear, mode='RGB', side=SIDE).getextrema() == ((255, 255),) * 3
+    assert load_image(clear, mode='RGB', side=SIDE).getextrema() == ((255, 255),) * 3
 
 
 @pytest.mark.parametrize(('fit', 'kept'), [('crop', False), ('squash', True), ('pad', True)])
@@ -801,7 +801,7 @@ def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
 def test_a_folder_with_other_results_is_left_as_it_is(photos, tmp_path):
     (tmp_path / 'results.md').write_text('mine')
     with pytest.raises(ValueError, match=r'holds a results.md that is not of a training: give another --output'):
-        train_two_phases(photos, output=tmp_path, **OPTIONS)
+        train_two_phases(photos, output=tmp_path, log='tensorboard', **OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ['results.md']
 
 

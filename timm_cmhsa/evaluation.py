@@ -1,4 +1,7 @@
-"""How good a classifier is, and what it gets wrong. Needs matplotlib, scikit-learn and scipy: the extra `train`."""
+"""How good a classifier is, and what it gets wrong, by its logits, (N, num_classes), and the classes, (N,).
+
+Needs matplotlib, scikit-learn and scipy: the extra `train`.
+"""
 import math
 from functools import partial
 from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
@@ -27,13 +30,15 @@ def interval(top1: float, number: int) -> str:
     return f'{100 * low:.1f} to {100 * high:.1f}'
 
 
-def find_mistakes(logits: torch.Tensor, targets: torch.Tensor) -> List[Mistake]:
-    """Return the images that are taken for another class, the most confident mistake first.
+def class_accuracies(logits: torch.Tensor, targets: torch.Tensor) -> List[Tuple[int, float]]:
+    """Return the number of images of every class, and how many of them are right, in percent."""
+    right = (logits.argmax(dim=1) == targets).double()
+    return [(int((targets == i).sum()), 100 * right[targets == i].mean().nan_to_num().item())
+            for i in range(logits.shape[1])]
 
-    Args:
-        logits: Output of a model, (N, num_classes).
-        targets: Classes, (N,).
-    """
+
+def find_mistakes(logits: torch.Tensor, targets: torch.Tensor) -> List[Mistake]:
+    """Return the images that are taken for another class, the most confident mistake first."""
     probabilities, classes = logits.softmax(dim=1).max(dim=1)
     order = probabilities.argsort(descending=True, stable=True)
     wrong = order[(classes != targets)[order]]

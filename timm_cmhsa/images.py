@@ -4,7 +4,7 @@ import os
 import unicodedata
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple, Union
 
 import torch
 from PIL import Image, ImageOps
@@ -42,17 +42,16 @@ def choose_images(
         num_images: int,
 ) -> Tuple[torch.Tensor, List[str], str]:
     """Return images for a model, a name for each, and a title: from a folder, as given, or by default random noise."""
-    kind = 'noise' if images is None else 'image'
+    kind, about = 'image', ''
     if images is None:
         size = (NUM_NOISE_IMAGES, *data_config(model)['input_size'])
         images = torch.randn(size, generator=torch.Generator().manual_seed(0), device='cpu')
+        kind, about = 'noise', ' of random noise'
     if isinstance(images, torch.Tensor):
         pixels, names = images, [f'{kind} {i + 1}' for i in range(len(images))]
     else:
         pixels, names = read_folder(images, model, num_images)
-    title = '1 image' if len(names) == 1 else f'{len(names)} images'
-    if kind == 'noise':
-        title += ' of random noise'
+    title = f'1 image{about}' if len(names) == 1 else f'{len(names)} images{about}'
     return pixels.to(next(model.parameters())), names, title  # to the model's device and type
 
 
@@ -98,43 +97,48 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     files = find_images(root)
     if not files:
         raise CheckpointError(f'{folder} has no images ({", ".join(IMG_EXTENSIONS)}).')
-    read = image_reader(model)
-    images, names, failure = [], [], ''
-    for file in (files[i] for i in evenly_spaced(len(files), count)):
-        name = str(file.relative_to(root))
+    files = [files[i] for i in evenly_spaced(len(files), count)]
+    images, reasons = read_images(image_reader(model), files)
+    names = [str(file.relative_to(root)) for file in files]
+    for name, reason in zip(names, reasons):
+        if reason:
+            _logger.warning('%s cannot be read: %s It is left out.', name, reason)
+    if images is None:
+        raise CheckpointError(f'{folder} has no readable images: {names[-1]} cannot be read: {reasons[-1]}')
+    return images, [name for name, reason in zip(names, reasons) if not reason]
+
+
+def read_images(read: Callable[[Path], Any], files: Sequence[Path]) -> Tuple[Optional[torch.Tensor], List[str]]:
+    """Return the images that can be read, (B, C, H, W), if any, and for every file why it cannot, or ''."""
+    images, reasons = [], []
+    for file in files:
         try:
             images.append(read(file))
-            names.append(name)
+            reasons.append('')
         except Exception as e:  # decoders raise anything
-            failure = f'{name} cannot be read: {one_line(e)}'
-            _logger.warning('%s It is left out.', failure)
-    if not images:
-        raise CheckpointError(f'{folder} has no readable images: {failure}')
-    return torch.stack(images), names
+            reasons.append(one_line(e))
+    return torch.stack(images) if images else None, reasons
 
 
-def load_image(file: PathLike, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
-    """Return an image `as_seen`. A large JPEG file is decoded smaller, to no less than `side`, which is faster.
+def load_image(source: Union[PathLike, Image.Image], mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
+    """Return an image, from a file or open, as viewers show it: upright, with white where it is transparent.
 
-    Pillow refuses images of more than 179 megapixels.
-    """
-    with Image.open(file, formats=FORMATS) as image:
-        if side is not None:
-            image.draft('RGB', (side, side))
-        return as_seen(image, mode)
-
-
-def as_seen(image: Image.Image, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
-    """Return an image as viewers show it: upright, with white where it is transparent.
+    A large JPEG file is decoded smaller, to no less than `side`, which is faster. Pillow refuses images of more than
+    179 megapixels.
 
     Raises:
         ValueError: If 8 bits cannot hold it: Pillow would clip gray values, and drop the low byte of colours.
     """
+    if not isinstance(source, Image.Image):
+        with Image.open(source, formats=FORMATS) as opened:
+            if side is not None:
+                opened.draft('RGB', (side, side))
+            return load_image(opened, mode)
     is_deep = any(';16' in str(args) or (codec.startswith('ppm') and args[1] > 255)
-                  for codec, _, _, args in getattr(image, 'tile', ()))
-    if is_deep or image.mode[0] in 'IF':
+                  for codec, _, _, args in getattr(source, 'tile', ()))
+    if is_deep or source.mode[0] in 'IF':
         raise ValueError('it has more than 8 bits per channel: convert it')
-    image = ImageOps.exif_transpose(image)
+    image = ImageOps.exif_transpose(source)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)

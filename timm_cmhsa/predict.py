@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from timm.utils import accuracy
@@ -18,7 +18,7 @@ from .checkpoint import open_model
 from .cli import ANY_SOURCE, Parser, run_command
 from .errors import CheckpointError, one_line
 from .files import PathLike, check_destination, replacing, write_csv
-from .images import class_name, find_images, image_reader, load_image
+from .images import class_name, find_images, image_reader, load_image, read_images
 
 _logger = logging.getLogger(__name__)
 
@@ -74,16 +74,14 @@ def predict(
     model = model if isinstance(model, nn.Module) else open_model(model)
     names, logits, reasons = class_names(model), [], []
     workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // batch_size) if workers is None else workers
-    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(_read, image_reader(model)))
+    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(read_images, image_reader(model)))
     try:
         like = next(model.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())
-        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), tqdm(
-                desc='classifying', total=len(files), unit='image', leave=False, disable=None) as progress:
-            for images, failed in batches:
+        with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+            for images, failed in tqdm(batches, 'classifying', unit='batch', leave=False, disable=None):
                 if images is not None:
                     logits.append(model(images.to(like)).float().cpu())
                 reasons += failed
-                progress.update(len(failed))
     except (AssertionError, RuntimeError) as e:  # no such device, or too little memory
         raise ValueError(f'{one_line(e)} Use another --device, or a smaller --batch-size.') from e
     if all(reasons):
@@ -93,18 +91,6 @@ def predict(
             _logger.warning('%s cannot be read: %s It is left out.', printable(file), reason)
     files = [file for file, reason in zip(files, reasons) if not reason]
     return Predictions(files, torch.cat(logits), names, _targets(files, paths[0], names))
-
-
-def _read(read: Callable[[Path], torch.Tensor], files: Sequence[Path]) -> Tuple[Optional[torch.Tensor], List[str]]:
-    """Return the images of a batch that can be read, and for every file why it cannot, or ''."""
-    images, reasons = [], []
-    for file in files:
-        try:
-            images.append(read(file))
-            reasons.append('')
-        except Exception as e:  # decoders raise anything
-            reasons.append(one_line(e))
-    return torch.stack(images) if images else None, reasons
 
 
 def class_names(model: Any) -> List[str]:
@@ -148,12 +134,13 @@ def _show(predictions: Predictions, output: Optional[Path]) -> None:
     if number > NUM_SHOWN:
         print(f'... and {number - NUM_SHOWN} more: {output or "--output FILE.csv"}')
     if targets is not None:
-        from .evaluation import interval
+        from .evaluation import class_accuracies, interval
 
-        top1, right = accuracy(logits, targets)[0].item(), 100 * (logits.argmax(dim=1) == targets).float()
+        top1 = accuracy(logits, targets)[0].item()
         print(f'\ntop-1 {top1:.2f} % of {number} images, 95 % interval {interval(top1, number)}\n')
-        classes = sorted((right[targets == i].mean().item(), i) for i in targets.unique().tolist())
-        rows = [(i, names[i], int((targets == i).sum()), f'{share:.1f}') for share, i in classes[:NUM_SHOWN]]
+        by_class = enumerate(class_accuracies(logits, targets))
+        classes = sorted((share, i, count) for i, (count, share) in by_class if count)
+        rows = [(i, names[i], count, f'{share:.1f}') for share, i, count in classes[:NUM_SHOWN]]
         _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
 
 

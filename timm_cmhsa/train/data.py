@@ -1,12 +1,11 @@
 """Images to train on: found and looked at first, and then, by the options chosen for them, prepared by loaders."""
-import argparse
 import hashlib
 import os
 import sys
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tuple
 
 import numpy as np
@@ -21,13 +20,16 @@ from torchvision.transforms import Compose, InterpolationMode, RandomCrop, Rando
 from tqdm import tqdm
 
 from ..errors import one_line
-from ..images import as_seen, class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
+from ..images import class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
 
 VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
 CANVAS, DIGIT = 32, 16  # pixels
 NUM_MEASURED = 100  # images whose size is looked at
 NUM_DRAWN = 32  # images whose attention is drawn
+OF_DIGITS = dict(  # options
+    model='cmhsa_conv_k5', model_kwargs=dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4), batch_size=20,
+    epochs=160, lr=3e-3, mixup_prob=0., no_flip=True)
 DECODED = 512  # pixels: JPEG files are decoded to an eighth, a quarter or half of their sides that is no smaller
 
 Samples = Sequence[Tuple[Any, int]]  # an image or its file, and its class
@@ -41,24 +43,13 @@ class Images(NamedTuple):
     notes: List[str]  # what was found or assumed
     options: Mapping[str, Any] = {}  # that fit them, where none are given
     digest: str = ''  # of the names and sizes of the files
-    load: Callable[..., Image.Image] = load_image  # of a sample
-
-    @property
-    def side(self) -> int:
-        """Return the shorter side of the median image, pixels."""
-        return round(median(map(min, self.sizes)))
-
-    @property
-    def cropped(self) -> float:
-        """Return the share of the median image that is outside its central square."""
-        return 1 - median(min(size) / max(size) for size in self.sizes)
 
 
 class Loaders(NamedTuple):
     """Batches of images as a model gets them, and of their classes."""
     train: Any
     judged: Dict[str, Any]  # validation, and test if there is one
-    drawn: Any  # some images of validation, in one batch
+    drawn: Any  # some images of validation and their classes, on the device: a batch
 
 
 class Prepared(Dataset):
@@ -75,7 +66,7 @@ class Prepared(Dataset):
         return self.prepare(image), target
 
 
-def make_loaders(images: Images, args: argparse.Namespace, config: Mapping[str, Any]) -> Loaders:
+def make_loaders(images: Images, args: Namespace, config: Mapping[str, Any]) -> Loaders:
     """Return loaders that prepare images for a model (`data_config`), by the complete options of the command."""
     in_chans, size, is_cuda = config['input_size'][0], args.img_size, torch.device(args.device).type == 'cuda'
     if in_chans not in (1, 3):
@@ -84,7 +75,7 @@ def make_loaders(images: Images, args: argparse.Namespace, config: Mapping[str, 
         input_size=(in_chans, size, size), mean=config['mean'], std=config['std'],
         interpolation=config['interpolation'], use_prefetcher=is_cuda)
     erasing = dict(re_prob=args.reprob, re_mode='pixel')  # on a GPU, the loader does that
-    load = partial(images.load, mode='L' if in_chans == 1 else 'RGB', side=max(DECODED, 2 * size))  # crops stay sharp
+    load = partial(load_image, mode='L' if in_chans == 1 else 'RGB', side=max(DECODED, 2 * size))  # crops stay sharp
     crop, augment, finish = create_transform(
         is_training=True, scale=(args.scale, 1.), hflip=0., color_jitter=0., auto_augment=args.aa or None,
         separate=True, **erasing, **pixels)
@@ -113,22 +104,28 @@ def make_loaders(images: Images, args: argparse.Namespace, config: Mapping[str, 
         train.sampler.seed = args.seed
     judged = {split: Prepared(samples, plain) for split, samples in images.splits.items() if split != 'train'}
     drawn = Subset(judged['validation'], evenly_spaced(len(judged['validation']), NUM_DRAWN))
+    batch = next(iter(loader(drawn, workers=0, batch_size=NUM_DRAWN)))
     return Loaders(
         train, {split: loader(dataset, batch_size=2 * args.batch_size) for split, dataset in judged.items()},
-        loader(drawn, workers=0, batch_size=NUM_DRAWN))
+        [each.to(args.device) for each in batch])
 
 
-def open_images(args: argparse.Namespace) -> Images:
+def open_images(args: Namespace) -> Images:
     """Find the images that the options name, and look at them."""
     if args.dataset:
         return open_dataset(args)
-    if not args.data_dir:
-        return open_digits(args)
-    images = open_folder(Path(args.data_dir))
-    root, output = images.splits['train'][0][0].parents[1].resolve(), args.output.resolve()
-    if root in (output, *output.parents):
-        raise ValueError(f'{args.output} would become a class of {root}: give an --output elsewhere.')
-    return images
+    if args.data_dir:
+        images = open_folder(Path(args.data_dir))
+        root, output = images.splits['train'][0][0].parents[1].resolve(), args.output.resolve()
+        if root in (output, *output.parents):
+            raise ValueError(f'{args.output} would become a class of {root}: give an --output elsewhere.')
+        return images
+    folder = args.output / f'digits-{args.seed}'
+    if args.rank == 0:
+        write_digits(folder, seed=args.seed)
+    if args.distributed:
+        barrier()
+    return open_folder(folder)._replace(options=OF_DIGITS)
 
 
 def open_folder(root: Path) -> Images:
@@ -155,10 +152,10 @@ def open_folder(root: Path) -> Images:
         validation = [sample for samples in by_class for sample in samples[::HELD_OUT]]
         train = [sample for samples in by_class for i, sample in enumerate(samples) if i % HELD_OUT]
         notes.append(f'every tenth image of a class in {root} is held out for validation')
+    in_both = {target for _, target in train} & {target for _, target in validation}
     for i, name in enumerate(names):
-        if any(all(target != i for _, target in samples) for samples in (train, validation)):
-            missing = f'{root}: {name} needs an image to train on, and one to validate on'
-            raise ValueError('; '.join([*notes, missing]))
+        if i not in in_both:
+            raise ValueError('; '.join([*notes, f'{root}: {name} needs an image to train on, and one to validate on']))
     files = [f'{path.relative_to(path.parents[1])} {path.stat().st_size}' for path, _ in (*train, *validation)]
     digest = hashlib.sha256('\n'.join(files).encode(errors='surrogateescape')).hexdigest()[:12]
     splits: Dict[str, Samples] = {'train': train, 'validation': validation}
@@ -187,15 +184,15 @@ def _in_one_only(root: Path, other: Path) -> str:
 def _read(root: Path, notes: List[str]) -> Samples:
     """Return the images of a folder, without those that cannot be read, which are noted."""
     classes = _classes(root)
-    names, files = list(classes), [find_images(folder) for folder in classes.values()]
-    empty = ', '.join(name for name, paths in zip(names, files) if not paths)
+    files = {name: find_images(folder) for name, folder in classes.items()}
+    empty = ', '.join(name for name, paths in files.items() if not paths)
     if empty:
         formats = ', '.join(IMG_EXTENSIONS)
         raise ValueError(f'{root}: Found no valid file for the classes {empty}. Supported extensions are: {formats}.')
-    if len(names) < 2:
-        found = f'one class, {names[0]}' if names else 'no class'
+    if len(classes) < 2:
+        found = f'one class, {next(iter(classes))}' if classes else 'no class'
         raise ValueError(f'{root} has {found}: expected two folders of images or more.')
-    samples = [(path, i) for i, paths in enumerate(files) for path in paths]
+    samples = [(path, i) for i, paths in enumerate(files.values()) for path in paths]
     for path, _ in samples:
         if path.parent.parent != root:
             raise ValueError(f'{path.parent} is a folder in a folder: expected {root}/CLASS/IMAGE.')
@@ -206,14 +203,14 @@ def _read(root: Path, notes: List[str]) -> Samples:
                     if not is_image(path) and not is_hidden(path.name))
     if others:
         notes.append(f'left out {len(others)} files of {root} in other formats ({", ".join(others[:3])})')
-    return _readable(samples, load_image, notes)
+    return _readable(samples, notes)
 
 
-def _readable(samples: Any, load: Callable[..., Image.Image], notes: List[str]) -> Any:
+def _readable(samples: Any, notes: List[str]) -> Any:
     """Return the samples that can be read. Note the others."""
     def why_not(index: int) -> str:
         try:
-            load(samples[index][0], side=32)  # decodes JPEG faster
+            load_image(samples[index][0], side=32)  # decodes JPEG faster
         except Exception as e:  # decoders raise anything
             return one_line(e).rstrip('.')
         return ''
@@ -221,12 +218,12 @@ def _readable(samples: Any, load: Callable[..., Image.Image], notes: List[str]) 
     with ThreadPoolExecutor() as pool:
         checks = pool.map(why_not, range(len(samples)))
         reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
-    bad = {i: reason for i, reason in enumerate(reasons) if reason}
+    bad = [f'{samples[i][0] if isinstance(samples, list) else f"image {i}"}: {reason}'
+           for i, reason in enumerate(reasons) if reason]
     if not bad:
         return samples
-    names = [f'{samples[i][0] if isinstance(samples, list) else f"image {i}"}: {bad[i]}' for i in bad]
-    notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(names[:3])})')
-    return Subset(samples, [i for i in range(len(samples)) if i not in bad])
+    notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(bad[:3])})')
+    return Subset(samples, [i for i, reason in enumerate(reasons) if not reason])
 
 
 def _sizes(samples: Samples) -> List[Tuple[int, int]]:
@@ -239,26 +236,22 @@ def _sizes(samples: Samples) -> List[Tuple[int, int]]:
     return sizes
 
 
-def open_dataset(args: argparse.Namespace) -> Images:
+def open_dataset(args: Namespace) -> Images:
     """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
-    name, root = args.dataset, str(args.data_dir or 'data')
-
-    def open_split(split: str) -> Any:
-        download = args.download and args.rank == 0
-        return create_dataset(name, root=root, split=split, download=download, input_img_mode='')  # as the files are
-
+    name = args.dataset
     notes: List[str] = []
+    open_split = partial(
+        create_dataset, name, root=str(args.data_dir or 'data'), download=args.download and args.rank == 0,
+        input_img_mode='')  # as the files are
     if args.rank:
         barrier()  # while the first process downloads
     try:
-        train = open_split('train')
+        train = open_split(split='train')
         try:
-            validation = open_split('validation')
+            validation = open_split(split='validation')
         except Exception:  # data sets of the Hub may have only the other
-            validation = open_split('test')
-        splits = {'train': _samples(train), 'validation': _samples(validation)}
-        load = load_image if isinstance(splits['train'], list) else as_seen
-        splits = {split: _readable(samples, load, notes) for split, samples in splits.items()}
+            validation = open_split(split='test')
+        splits = {'train': _readable(_samples(train), notes), 'validation': _readable(_samples(validation), notes)}
         sizes = _sizes(splits['train'])
     except Exception as e:  # every library has its own
         raise ValueError(f'{name} cannot be opened: {one_line(e)}') from e
@@ -267,25 +260,13 @@ def open_dataset(args: argparse.Namespace) -> Images:
     classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
     if not classes:
         raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
-    return Images(splits, [str(each) for each in classes], sizes, notes, load=load)
+    return Images(splits, [str(each) for each in classes], sizes, notes)
 
 
 def _samples(dataset: Any) -> Samples:
     """Return the files and classes of a data set, if it is one of files."""
     samples = getattr(getattr(dataset, 'reader', dataset), 'samples', None)
     return samples if samples and os.path.isfile(samples[0][0]) else dataset
-
-
-def open_digits(args: argparse.Namespace) -> Images:
-    """Open the digits that scikit-learn ships."""
-    folder = args.output / f'digits-{args.seed}'
-    if args.rank == 0:
-        write_digits(folder, seed=args.seed)
-    if args.distributed:
-        barrier()
-    return open_folder(folder)._replace(options=dict(
-        model='cmhsa_conv_k5', model_kwargs=dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4), batch_size=20,
-        epochs=160, lr=3e-3, mixup_prob=0., no_flip=True))
 
 
 def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS, num_test: int = 0) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Dict, List, Mapping, Optional
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
-from timm.layers import to_2tuple
+from timm.layers import to_2tuple, to_ntuple
 from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
 from torch import nn
@@ -51,7 +51,7 @@ def create_model(
     """
     random_seed(seed)
     has_weights = pretrained or name.startswith(SOURCES)
-    model = _attended(name, img_size, kwargs) if has_weights else None
+    model = _attended(name, img_size, kwargs) if name.startswith(SOURCES) else None
     if model is None:
         overlay: Dict[str, Any] = {}
         if checkpoint is not None:
@@ -86,10 +86,10 @@ def create_model(
 def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any:
     """Return a CNN with attention, which timm cannot create, or None."""
     try:
-        checkpoint = Checkpoint.read(name) if name.startswith(SOURCES) else None
+        checkpoint = Checkpoint.read(name)
     except (CheckpointError, HubError):
         return None  # timm says what is wrong
-    if checkpoint is None or not checkpoint.spec.attend:
+    if not checkpoint.spec.attend:
         return None
     model = build_model(checkpoint)
     in_chans, size, _ = model.pretrained_cfg['input_size']
@@ -110,9 +110,8 @@ def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
     tensors, told = checkpoint.tensors, checkpoint.spec.pretrained_cfg
 
     def length(layers: Any, axis: int, default: int) -> int:
-        layer = layers if isinstance(layers, str) else layers[0] if layers else ''
-        weight = tensors.get(f'{layer}.weight')
-        return default if weight is None else weight.shape[axis]
+        weights = [tensors[f'{layer}.weight'] for layer in to_ntuple(1)(layers) if f'{layer}.weight' in tensors]
+        return weights[0].shape[axis] if weights else default
 
     size = to_2tuple(checkpoint.spec.model_args.get('img_size', cfg.input_size[1:]))
     return dict(
@@ -122,8 +121,7 @@ def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
 
 def _check_names(model: Any, tensors: Mapping[str, Any], file: PathLike) -> None:
     """Raise ValueError if a file lacks a tensor of a model, but for its classifier."""
-    layers = model.pretrained_cfg['classifier']
-    others = ('num_batches_tracked', 'padding_size', *((layers,) if isinstance(layers, str) else layers))
+    others = ('num_batches_tracked', 'padding_size', *to_ntuple(1)(model.pretrained_cfg['classifier']))
     lacking = [name for name in model.state_dict() if name not in tensors and not any(each in name for each in others)]
     if lacking:
         raise ValueError(f'{file} is not of this model, as it lacks {lacking[0]}: give the --model that it is of.')
@@ -148,5 +146,5 @@ def _start_classifier(model: Any) -> None:
 
 
 def _classifiers(model: Any) -> List[nn.Module]:
-    names = model.pretrained_cfg['classifier']  # distilled models have two
-    return [model.get_submodule(name) for name in ((names,) if isinstance(names, str) else names)]
+    names = to_ntuple(1)(model.pretrained_cfg['classifier'])  # distilled models have two
+    return [model.get_submodule(name) for name in names]

@@ -1,10 +1,11 @@
 """The options of a training, and what is chosen where they are left out."""
-import argparse
 import json
 import math
 import os
+from argparse import ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
+from statistics import median
 from typing import Any, Dict, List, Mapping
 
 import timm
@@ -18,7 +19,7 @@ from .model import SOURCES, starts_from_weights
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
 PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS = 600, 5
-PRETRAINED_LR, PRETRAINED_LAYER_DECAY, HEAD_LR = 2e-3, 0.9, 2e-3
+PRETRAINED_LR, PRETRAINED_LAYER_DECAY = 2e-3, 0.9
 ATTEND_SWITCH = 0.5  # of phase 1, where phase 2 is of another CNN
 UNEQUAL = 5  # times the images of the smallest class
 MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
@@ -27,10 +28,9 @@ CROP = 0.35  # of the area of a large image, at least
 LR, HYBRID_LR, LR_BATCH = 1e-3, 2e-3, 64  # of AdamW, for so many images in a step or more
 POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr',
             'compare_lr', 'switch', 'scale'}
-CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names
+CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
 CHOICES = dict(
-    start=('convolution',), keep=('last', 'best'), log=('tensorboard',), fit=tuple(CROP_MODES),
-    class_weights=('balanced',))
+    start=['convolution'], keep=['last', 'best'], log=['tensorboard'], fit=[*CROP_MODES], class_weights=['balanced'])
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
     'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank',
@@ -38,7 +38,7 @@ WITHOUT_EFFECT = {  # on training
 STEP = 'batch_size', 'grad_accum_steps', 'world_size'  # their product is the number of images of a step
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
+def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group('images').add_argument
     add('--data-dir', metavar='DIR', type=Path,
         help='train/CLASS/* and validation/CLASS/*, or CLASS/* alone (default: digits of scikit-learn)')
@@ -104,7 +104,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
 
 
-def check_options(args: argparse.Namespace) -> None:
+def check_options(args: Namespace) -> None:
     """Raise ValueError for options that fit no images."""
     for name, choices in CHOICES.items():
         if getattr(args, name) not in (None, *choices):
@@ -136,18 +136,11 @@ def check_options(args: argparse.Namespace) -> None:
 
 
 def choose_options(
-        args: argparse.Namespace,
-        images: Images,
-        before: Mapping[str, str] = {},
-        own: Mapping[str, Any] = {},
-) -> List[str]:
+        args: Namespace, images: Images, before: Mapping[str, str] = {}, own: Mapping[str, Any] = {}) -> List[str]:
     """Choose what was left out, and return what was chosen and why, a line for each choice.
 
-    Args:
-        args: Options of the command.
-        images: What was found of images.
-        before: Fingerprint of the run, if it was begun on another machine: what was chosen for that is kept.
-        own: How images are prepared for the weights that the run starts from (`data_config`), if it does.
+    A run that was begun on another machine keeps what was chosen there, by its fingerprint `before`. A run that starts
+    from weights prepares images as they are used to (`own`, of `data_config`).
     """
     args.num_images, args.classes, args.files = len(images.splits['train']), images.class_names, images.digest
     notes: List[str] = []
@@ -160,23 +153,25 @@ def choose_options(
             if value != {}:
                 notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
 
-    size = max((each for each in SIZES if each <= 1.15 * images.side), default=SIZES[0])
+    side = round(median(map(min, images.sizes)))
+    cropped = 1 - median(min(size) / max(size) for size in images.sizes)
     if own:
         choose('img_size', own['input_size'][-1], 'that of the weights')
         fits = {mode: fit for fit, mode in CROP_MODES.items()}
         choose('fit', fits.get(own['crop_mode'], 'crop'), 'that of the weights')
-    choose('img_size', size, f'the shorter side of the images is {images.side} pixels')
-    choose('fit', 'squash' if images.cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
-    if args.fit == 'crop' and images.cropped > CROPPED_NOTED:
-        notes.append(f'{images.cropped:.0%} of the median image is cropped: --fit squash or --fit pad keeps all of it')
+    fitting_size = max((size for size in SIZES if size <= 1.15 * side), default=SIZES[0])
+    choose('img_size', fitting_size, f'the shorter side of the images is {side} pixels')
+    choose('fit', 'squash' if cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
+    if args.fit == 'crop' and cropped > CROPPED_NOTED:
+        notes.append(f'{cropped:.0%} of the median image is cropped: --fit squash or --fit pad keeps all of it')
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
-    if before:  # perhaps by another number of processes
-        step = _images_of_step(before) / (args.grad_accum_steps * args.world_size)
-        args.batch_size = args.batch_size or (int(step) if step >= 1 and step == int(step) else None)
+    batches = args.grad_accum_steps * args.world_size  # of a step
+    if before and _images_of_step(before) % batches == 0:  # perhaps by another number of processes
+        args.batch_size = args.batch_size or _images_of_step(before) // batches
     choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
-    steps = args.num_images // (args.batch_size * args.grad_accum_steps * args.world_size)
+    steps = args.num_images // (args.batch_size * batches)
     if not steps:
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
     if (args.mixup or args.cutmix) and args.batch_size % 2:
@@ -191,8 +186,8 @@ def choose_options(
     if args.minutes is None:
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
-    lr_scale = min(args.batch_size * args.grad_accum_steps * args.world_size / LR_BATCH, 1.) ** 0.5
-    lr = HEAD_LR if args.freeze else PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
+    lr_scale = min(args.batch_size * batches / LR_BATCH, 1.) ** 0.5
+    lr = PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
     if args.compare:
         others_lr = lr if args.pretrained else LR
         choose('compare_lr', args.lr or float(f'{others_lr * lr_scale:.1e}'), 'of AdamW, for the other models')
@@ -221,12 +216,12 @@ def choose_options(
         args.amp_dtype = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
     elif not args.no_amp and device.type == 'cpu' and torch.cpu._is_avx512_bf16_supported():
         args.amp_dtype = 'bfloat16'  # emulation would be slower than float32
-    if 'amp_dtype' in before:
-        args.amp_dtype = before['amp_dtype'] if before['amp_dtype'] in ('bfloat16', 'float16') else None
+    if before:
+        args.amp_dtype = None if before['amp_dtype'] == 'None' else before['amp_dtype']
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
 
 
-def fingerprint(args: argparse.Namespace) -> Dict[str, Any]:
+def fingerprint(args: Namespace) -> Dict[str, Any]:
     """Return the options that decide what is trained."""
     return {key: str(value) for key, value in vars(args).items() if key not in WITHOUT_EFFECT}
 
@@ -238,7 +233,7 @@ def options_before(output: Path) -> Dict[str, str]:
     return json.loads(path.read_text(encoding='utf-8')) if has_begun else {}
 
 
-def note_options(args: argparse.Namespace) -> None:
+def note_options(args: Namespace) -> None:
     """Refuse an output folder with another run, and write down the options of this one."""
     path, options = args.output / 'options.json', fingerprint(args)
     before = options_before(args.output) or options

@@ -1,7 +1,8 @@
 """What a training leaves behind: models, tables and pictures."""
 import json
+from argparse import Namespace
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Dict, Iterator, List, Sequence
 
 import timm
 import torch
@@ -11,10 +12,10 @@ from timm.models import save_for_hf
 from torch import nn
 
 from ..errors import CheckpointError, one_line
-from ..evaluation import MAX_CLASSES, Mistake, error_figures, find_mistakes, interval, text_style
+from ..evaluation import MAX_CLASSES, Figures, Mistake, error_figures, find_mistakes, interval, text_style
 from ..files import read_json, replacing, write_csv
 from ..hub import save_for_hub
-from ..images import data_config
+from ..images import data_config, load_image
 from ..models import Cmhsa
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
 from .data import Images, Samples
@@ -28,22 +29,16 @@ model = {create}
 ```'''
 
 
-def save_models(
-        models: Dict[str, Judged],
-        output: Path,
-        model_args: Dict[str, Any],
-        class_names: List[str],
-        sizes: Dict[str, int],
-) -> None:
+def save_models(models: Dict[str, Judged], args: Namespace, images: Images) -> None:
     """Write a folder for each model of this package, with a card; of another one, only the `model`, as timm does."""
-    training = f'{sizes["train"]} images, validated on {sizes["validation"]} others'
+    training = f'{args.num_images} images, validated on {len(images.splits["validation"])} others'
     for name, judged in models.items():
         if isinstance(judged.model, Cmhsa) or hasattr(judged.model, 'attended'):
             save_for_hub(
-                judged.model, output / name, force=True, label_names=class_names,
+                judged.model, args.output / name, force=True, label_names=images.class_names,
                 results={'Top-1': round(judged.top1(), 2)}, details={'Training': training})
         elif name == 'model':
-            _save_for_timm(judged.model, output / name, model_args, class_names)
+            _save_for_timm(judged.model, args.output / name, args.model_kwargs, images.class_names)
 
 
 def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_names: List[str]) -> None:
@@ -64,28 +59,22 @@ def _save_for_timm(model: Any, folder: Path, model_args: Dict[str, Any], label_n
 
 
 def write_report(
-        output: Path,
-        results: Dict[str, Any],
-        found: Images,
-        final: Judged,
-        models: Dict[str, nn.Module],
-        images: torch.Tensor,
-) -> None:
+        output: Path, results: Dict[str, Any], found: Images, final: Judged, models: Dict[str, nn.Module],
+        images: torch.Tensor) -> None:
     """Write results.json, results.md and pictures of curves, of final errors and of models' attention.
 
     All mistakes of the final model on the validation images are in mistakes.csv.
     """
     (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')
-    draw: Dict[str, Callable[[], Figure]] = {
-        'curves.png': lambda: draw_curves(results['curves']), 'attention.png': lambda: draw_attention(models, images)}
-    samples, names = found.splits['validation'], found.class_names
-    draw.update(error_figures(
-        *final.predicted['validation'], names, lambda i, side: found.load(samples[i][0], side=side)))
-    write_csv(output / 'mistakes.csv', mistake_rows(find_mistakes(*final.predicted['validation']), samples, names))
+    samples, names, predicted = found.splits['validation'], found.class_names, final.predicted['validation']
+    write_csv(output / 'mistakes.csv', mistake_rows(find_mistakes(*predicted), samples, names))
+    draw: Figures = {
+        'curves.png': lambda: draw_curves(results['curves']), 'attention.png': lambda: draw_attention(models, images),
+        **error_figures(*predicted, names, lambda i, side: load_image(samples[i][0], side=side))}
     pictures = []
     for name, figure in draw.items():
         try:
-            with rc_context(text_style([*found.class_names, *results['curves']])):
+            with rc_context(text_style([*names, *results['curves']])):
                 figure().savefig(output / name)
             pictures.append(name)
         except PlotError:  # a model without attention that can be drawn
@@ -107,11 +96,8 @@ def mistake_rows(mistakes: List[Mistake], samples: Samples, class_names: List[st
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     """Return results.md."""
     number, (largest, most, _) = results['num_validation'], max(results['classes'], key=lambda each: each[1])
-    rows = {'phase 1': results['phase1_top1']}
-    if results['converted_top1'] is not None:
-        rows['converted'] = results['converted_top1']
-    if 'phase 2' in results['curves']:
-        rows['phase 2'] = results['top1']
+    rows = {'phase 1': results['phase1_top1'], 'converted': results['converted_top1'],
+            'phase 2': results['top1'] if 'phase 2' in results['curves'] else None, **results['compare']}
     lines = [
         '# Results', '',
         f'Top-1 accuracy on {number} validation images, %, with its 95 % interval: smaller differences may be luck. '
@@ -121,7 +107,9 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
     if results['options']['keep'] == 'best':
         lines.append('The best weights were chosen on the validation images, so their accuracy is optimistic.')
     lines += ['', '| | epochs | minutes | top-1 | 95 % |', '|---|---:|---:|---:|---:|']
-    for title, top1 in {**rows, **results['compare']}.items():
+    for title, top1 in rows.items():
+        if top1 is None:
+            continue
         last = results['curves'].get(title, [{}])[-1]
         length = f'{last["epoch"]} | {last["seconds"] / 60:.1f}' if last else '- | -'
         lines.append(f'| {title} | {length} | {top1:.2f} | {interval(top1, number)} |')
@@ -148,12 +136,10 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
 
 
 def paired_interval(right: torch.Tensor, other: torch.Tensor) -> List[float]:
-    """Return by how many points one model is right more often than another, and the paired 95 % interval.
+    """Return by how many points one model is more often `right` than another, and the paired 95 % interval.
 
-    The interval is that of Agresti and Min (2005), which holds for few images too.
-
-    Args:
-        right, other: 1 for every image that a model classifies right, 0 for the others, (N,), for the same images.
+    The interval is that of Agresti and Min (2005), which holds for few images too. Both arguments have 1 for every
+    image that is classified right and 0 for the others, (N,).
     """
     wins, losses = ((each > 0).sum().item() + 0.5 for each in (right - other, other - right))
     number, lead = len(right) + 2, wins - losses

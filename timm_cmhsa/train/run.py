@@ -1,9 +1,9 @@
 """A run: what it trains, one after the other, and what it writes down of that."""
-import argparse
 import copy
-from dataclasses import dataclass, field
+from argparse import ArgumentParser, Namespace
+from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import torch
 from timm.optim import create_optimizer_v2
@@ -18,7 +18,7 @@ from ..files import PathLike
 from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution
-from .data import Images, make_loaders, open_images
+from .data import open_images
 from .model import SOURCES, create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
@@ -28,40 +28,8 @@ PEAK = 0.75  # weight of a soft head on its own offset
 Rewrite = Callable[[nn.Module], nn.Module]
 
 
-@dataclass
-class Outcome:
-    """The models of a run, in the order of the tables."""
-    phase1: Judged
-    converted: Optional[Judged] = None
-    phase2: Optional[Judged] = None
-    rivals: List[Judged] = field(default_factory=list)
-
-    @property
-    def final(self) -> Judged:
-        return self.phase2 or self.phase1
-
-    @property
-    def saved(self) -> Dict[str, Judged]:
-        """Return what is saved, by the name of its folder."""
-        others = {'phase1': self.phase1} if self.phase2 else {'converted': self.converted}
-        return {name: each for name, each in {'model': self.final, **others}.items() if each}
-
-    @property
-    def drawn(self) -> Dict[str, nn.Module]:
-        """Return the models whose attention is drawn, by their titles."""
-        if self.converted and self.phase2:
-            return {'before phase 2': self.converted.model, 'after phase 2': self.phase2.model}
-        return {'after training': (self.converted or self.phase1).model}
-
-    def __iter__(self) -> Iterator[Judged]:
-        return filter(None, (self.phase1, self.converted, self.phase2, *self.rivals))
-
-
 def train_two_phases(
-        data_dir: Optional[PathLike] = None,
-        rewrite: Optional[Rewrite] = None,
-        **options: Any,
-) -> Dict[str, Any]:
+        data_dir: Optional[PathLike] = None, rewrite: Optional[Rewrite] = None, **options: Any) -> Dict[str, Any]:
     """Train a model in two phases, or go on where that was stopped. Write models, tables and pictures.
 
     Args:
@@ -80,7 +48,7 @@ def train_two_phases(
             into memory.
         OSError: If the output cannot be written. The same call goes on from the last checkpoint.
     """
-    parser = argparse.ArgumentParser()
+    parser = ArgumentParser()
     add_options(parser)
     args = parser.parse_args([])
     unknown = ', '.join(sorted(options.keys() - vars(args).keys()))
@@ -92,27 +60,25 @@ def train_two_phases(
     return run(args, rewrite)
 
 
-def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
+def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     """Do what `train_two_phases` does, for the options of the command."""
-    from .report import paired_interval, save_models, write_report  # fails before the training if matplotlib is missing
+    from ..evaluation import class_accuracies  # fails before the training if matplotlib is missing
+    from .report import paired_interval, save_models, write_report
 
     def to_phase2(model: nn.Module) -> nn.Module:
         random_seed(args.seed)
+        options = {'peak': None if args.architecture else PEAK, **args.phase2_kwargs}
         if args.attend:
-            options = {'peak': PEAK, **args.phase2_kwargs}
-            attended: Any = attend_convs(
-                copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
+            attended: Any = attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
             attended.base_args = args.model_kwargs
             return attended
-        if rewrite is None:
-            peak = None if args.architecture else PEAK
-            return convert_model(model, args.architecture, **{'peak': peak, **args.phase2_kwargs})
-        return rewrite(copy.deepcopy(model))
+        return rewrite(copy.deepcopy(model)) if rewrite else convert_model(model, args.architecture, **options)
 
     try:
-        images, chosen, model, rivals, trainer = _prepare(args, to_phase2)
+        chosen, model, rivals, trainer = _prepare(args, to_phase2)
     except (AssertionError, RuntimeError) as e:  # of timm's and torch's checks
         raise ValueError(one_line(e)) from e
+    images = trainer.images
     say = print if args.rank == 0 else (lambda *_, **__: None)
     if args.minutes is not None:
         seconds = args.switch * trainer.seconds_per_epoch('phase1', model)
@@ -122,59 +88,61 @@ def run(args: argparse.Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str
         chosen.append(f'--epochs {args.epochs}: of {seconds:.1f} seconds each, as a few steps take')
     say(*chosen, sep='\n')
     switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
-    epochs1, epochs2 = range(switch), range(switch, args.epochs)
-    schedules = (epochs1, epochs2) if args.separate_schedules else 2 * (range(args.epochs),)
-    trained = trainer.fit('phase1', model, epochs1, schedules[0])
-    outcome = Outcome(trainer.judge('phase 1', trained.judged, trained.history))
-    if epochs2 or isinstance(model, CmhsaConv):
-        converted = outcome.converted = trainer.judge('converted', to_phase2(trained.judged))
-        say(f'top-1 before the rewrite {outcome.phase1.top1():.2f} %, after it {converted.top1():.2f} %')
-        if epochs2:
-            trained = trainer.fit('phase2', to_phase2(trained.model), epochs2, schedules[1], trained, converted.model)
-            outcome.phase2 = trainer.judge('phase 2', trained.judged, trained.history)
-    final, sizes = outcome.final, {split: len(samples) for split, samples in images.splits.items()}
+    trained = trainer.fit('phase1', model, range(switch))
+    phase1 = final = trainer.judge('phase 1', trained.judged, trained.history)
+    judged, saved, drawn = [phase1], {'model': phase1}, {'after training': phase1.model}
+    converted = None
+    if switch < args.epochs or isinstance(model, CmhsaConv):
+        converted = trainer.judge('converted', to_phase2(trained.judged))
+        judged.append(converted)
+        saved['converted'], drawn['after training'] = converted, converted.model
+        say(f'top-1 before the rewrite {phase1.top1():.2f} %, after it {converted.top1():.2f} %')
+        if switch < args.epochs:
+            trained = trainer.fit(
+                'phase2', to_phase2(trained.model), range(switch, args.epochs), trained, converted.model)
+            final = trainer.judge('phase 2', trained.judged, trained.history)
+            judged.append(final)
+            saved = {'model': final, 'phase1': phase1}
+            drawn = {'before phase 2': converted.model, 'after phase 2': final.model}
     if args.rank == 0:
-        save_models(outcome.saved, args.output, args.model_kwargs, images.class_names, sizes)
-    outcome.rivals = [_rival(name, rival, trainer, images, trained.seconds) for name, rival in rivals.items()]
+        save_models(saved, args, images)
+    others = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
+    judged += others
+    by_class = class_accuracies(*final.predicted['validation'])
     results: Dict[str, Any] = dict(
-        phase1_top1=outcome.phase1.top1(), converted_top1=outcome.converted and outcome.converted.top1(),
-        top1=final.top1(), seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
-        compare={each.title: each.top1() for each in outcome.rivals},
-        classes=[[name, *each] for name, each in zip(images.class_names, final.by_class())],
-        lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in outcome.rivals}
+        phase1_top1=phase1.top1(), converted_top1=converted and converted.top1(), top1=final.top1(),
+        seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
+        compare={each.title: each.top1() for each in others},
+        classes=[[name, *each] for name, each in zip(images.class_names, by_class)],
+        lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in others}
               for split in final.predicted},
-        **{f'num_{split}': size for split, size in sizes.items()},
-        curves={each.title: each.history for each in outcome if each.history}, chosen=chosen, options=fingerprint(args))
-    if 'test' in sizes:
-        results['test'] = {each.title: each.top1('test') for each in outcome}
+        **{f'num_{split}': len(samples) for split, samples in images.splits.items()},
+        curves={each.title: each.history for each in judged if each.history}, chosen=chosen, options=fingerprint(args))
+    if 'test' in images.splits:
+        results['test'] = {each.title: each.top1('test') for each in judged}
     if args.rank == 0:
-        write_report(args.output, results, images, final, outcome.drawn, trainer.images())
+        write_report(args.output, results, images, final, drawn, trainer.loaders.drawn[0])
         say((args.output / 'results.md').read_text(encoding='utf-8'))
     return results
 
 
-def _prepare(
-        args: argparse.Namespace,
-        to_phase2: Rewrite,
-) -> Tuple[Images, List[str], nn.Module, Dict[str, nn.Module], Trainer]:
+def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module, Dict[str, nn.Module], Trainer]:
     """Find the images, choose what was left out, and make all that can fail before the training."""
     source = args.dataset or (Path(args.data_dir).resolve().name if args.data_dir else 'digits')
     args.output = Path(args.output or Path('output', source.replace('/', '_')))
     init_distributed_device(args)
     check_options(args)
     images = open_images(args)
+    create: Any = partial(create_model, seed=args.seed, pretrained=args.pretrained)
     own: Dict[str, Any] = {}
     if starts_from_weights(args):
-        own = data_config(create_model(
-            args.model, None, args.seed, pretrained=args.pretrained, checkpoint=args.initial_checkpoint,
-            **(args.model_kwargs or {})))
+        own = data_config(
+            create(args.model, img_size=None, checkpoint=args.initial_checkpoint, **(args.model_kwargs or {})))
     chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own)]
-    common: Dict[str, Any] = dict(
-        img_size=args.img_size, seed=args.seed, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit],
-        pretrained=args.pretrained)
-    model = create_model(args.model, checkpoint=args.initial_checkpoint, **common, **args.model_kwargs)
-    rivals = {name: create_model(name, **common, in_chans=args.model_kwargs.get('in_chans', 3))
-              for name in args.compare}
+    create = partial(
+        create, img_size=args.img_size, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit])
+    model = create(args.model, checkpoint=args.initial_checkpoint, **args.model_kwargs)
+    rivals = {name: create(name, in_chans=args.model_kwargs.get('in_chans', 3)) for name in args.compare}
     if args.freeze:
         freeze_features(model)
     if args.attend and isinstance(model, Cmhsa):
@@ -187,25 +155,30 @@ def _prepare(
         except TypeError as e:
             raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
     create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
-    trainer = Trainer(args, make_loaders(images, args, data_config(model)))
+    trainer = Trainer(args, images, model)
     if args.start:
         if isinstance(model, Cmhsa):
             raise ValueError(f'--start {args.start} is for a ViT of timm: add --model vit_tiny_patch16_224 --switch 1.')
-        start_as_convolution(model, trainer.images(), seed=args.seed)
+        start_as_convolution(model, trainer.loaders.drawn[0], seed=args.seed)
     for rival in rivals.values():  # one may need larger images
         with torch.inference_mode():
-            rival.to(args.device).eval()(trainer.images()[:2])
+            rival.to(args.device).eval()(trainer.loaders.drawn[0][:2])
     note_options(args)
-    return images, chosen, model, rivals, trainer
+    if args.log and args.rank == 0:
+        from torch.utils.tensorboard import SummaryWriter
+
+        trainer.log = SummaryWriter(str(args.output / 'tensorboard'))
+    return chosen, model, rivals, trainer
 
 
-def _rival(name: str, model: nn.Module, trainer: Trainer, images: Images, duration: float) -> Judged:
+def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Judged:
     """Train another model for as many seconds, on the same images and by the same schedule."""
-    args = argparse.Namespace(**vars(trainer.args))
+    args = Namespace(**vars(trainer.args))
+    args.lr = args.compare_lr
     if not args.pretrained and not name.startswith(SOURCES):
         args.layer_decay = None
-    trainer, lr = trainer.on(args, make_loaders(images, args, data_config(model))), args.compare_lr
-    title = f'{name.replace(":", "_").replace("/", "_")}-{lr:g}'  # at another rate it is another training
-    epochs = range(max(round(duration / trainer.seconds_per_epoch(title, model, lr)), 1))
-    trained = trainer.fit(title, model, epochs, epochs, lr=lr)
+    trainer = Trainer(args, trainer.images, model, trainer.log)
+    title = f'{name.replace(":", "_").replace("/", "_")}-{args.lr:g}'  # at another rate it is another training
+    args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)), 1)
+    trained = trainer.fit(title, model, range(args.epochs))
     return trainer.judge(name, trained.judged, trained.history)

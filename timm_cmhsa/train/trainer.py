@@ -20,7 +20,7 @@ from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from timm.utils import ModelEmaV3, NativeScaler, accuracy, distribute_bn, random_seed, reduce_tensor
+from timm.utils import ModelEmaV3, accuracy, distribute_bn, random_seed, reduce_tensor
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import convert_conv2d_weight_memory_format
@@ -29,8 +29,9 @@ from tqdm import tqdm
 from ..checkpoint import Checkpoint
 from ..convert import DATA_KEYS
 from ..errors import one_line
+from ..images import data_config
 from ..models import Cmhsa
-from .data import Loaders
+from .data import Images, make_loaders
 
 TIMED = 16  # steps in a row
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
@@ -44,10 +45,12 @@ class Trained:
     """A model in training, and everything else that a checkpoint holds."""
     model: nn.Module
     forward: Any  # the same, compiled and distributed
+    epochs: range
+    schedule: range  # epochs of the learning rate's schedule, of which those can be a part
     optimizer: torch.optim.Optimizer
     scheduler: Scheduler
-    average: Optional[ModelEmaV3] = None
-    scaler: Optional[NativeScaler] = None
+    average: Optional[ModelEmaV3]
+    scaler: torch.amp.GradScaler  # does something in float16 alone
     history: List[Point] = field(default_factory=list)
 
     @property
@@ -61,9 +64,10 @@ class Trained:
         return self.history[-1]['seconds'] if self.history else 0.
 
     def _parts(self) -> Dict[str, Any]:
-        parts = dict(state_dict=self.model, optimizer=self.optimizer, amp_scaler=self.scaler)
-        if self.average is not None:
-            parts['state_dict_ema'] = self.average.module
+        parts = dict(
+            state_dict=self.model, optimizer=self.optimizer,
+            amp_scaler=self.scaler if self.scaler.is_enabled() else None,
+            state_dict_ema=self.average and self.average.module)
         return {name: part for name, part in parts.items() if part is not None}
 
     def save(self, path: Path) -> None:
@@ -101,12 +105,6 @@ class Judged:
         """Return the top-1 accuracy in percent."""
         return accuracy(*self.predicted[split])[0].item()
 
-    def by_class(self) -> List[Tuple[int, float]]:
-        """Return the number of validation images of every class, and how many of them are right, in percent."""
-        logits, targets = self.predicted['validation']
-        return [(int((targets == i).sum()), 100 * self.right('validation')[targets == i].mean().nan_to_num().item())
-                for i in range(logits.shape[1])]
-
     def right(self, split: str) -> torch.Tensor:
         """Return 1 for every image that is classified right, and 0 for the others: float64, (N,)."""
         logits, targets = self.predicted[split]
@@ -114,12 +112,12 @@ class Judged:
 
 
 class Trainer:
-    """What all trainings of a run share: images, options and device."""
+    """Trains models with the complete options of the command, on images that are prepared as for the first of them."""
 
-    def __init__(self, args: Namespace, loaders: Loaders) -> None:
-        """Train on these images, with the complete options of the command."""
-        self.args, self.loaders, self.device = args, loaders, torch.device(args.device)
-        self.updates = len(loaders.train) // args.grad_accum_steps  # of an epoch
+    def __init__(self, args: Namespace, images: Images, model: nn.Module, log: Any = None) -> None:
+        self.args, self.images, self.log, self.device = args, images, log, torch.device(args.device)
+        self.loaders = make_loaders(images, args, data_config(model))
+        self.updates = len(self.loaders.train) // args.grad_accum_steps  # of an epoch
         self.mixup, smoothing = None, args.smoothing
         if args.mixup or args.cutmix:
             self.mixup, smoothing = Mixup(
@@ -130,52 +128,29 @@ class Trainer:
             counts = torch.tensor(args.class_counts, dtype=torch.float)
             weight = (counts.sum() / counts / len(counts)).to(self.device)
         self.loss_fn = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
-        self.writer: Any = None
-        if args.log is not None and args.rank == 0:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self.writer = SummaryWriter(str(args.output / 'tensorboard'))
-
-    def on(self, args: Namespace, loaders: Loaders) -> 'Trainer':
-        """Return a trainer of the same run with other options, on images that are prepared for another model."""
-        other = copy.copy(self)
-        other.args, other.loaders = args, loaders
-        return other
 
     def fit(
-            self,
-            name: str,
-            model: nn.Module,
-            epochs: range,
-            schedule: range,
-            before: Optional[Trained] = None,
-            average: Optional[nn.Module] = None,
-            lr: Optional[float] = None,
-    ) -> Trained:
-        """Train a model, or go on where this was stopped.
+            self, name: str, model: nn.Module, epochs: range, before: Optional[Trained] = None,
+            average: Optional[nn.Module] = None) -> Trained:
+        """Train a model for some of the options' epochs, or go on where this was stopped.
 
-        Args:
-            name: Name of the checkpoint.
-            model: Model to train.
-            epochs: Epochs to train.
-            schedule: Epochs of the learning rate's schedule, of which those can be a part.
-            before: What was trained before the rewrite. What its optimizer knows about parameters that stay is kept.
-            average: Model that the average of weights starts from, if one is asked for; by default the model.
-            lr: Learning rate, by default that of the options.
+        Phase 2 keeps what the optimizer of phase 1, `before`, knows about parameters that stay. An average of weights,
+        if one is asked for, starts from `average`, by default from the model.
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
         keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
         convert_conv2d_weight_memory_format(model.to(self.device), torch.channels_last)  # faster
         forward = torch.compile(model) if args.compile else model
-        optimizer = self._optimizer(model, before, lr)
+        optimizer = self._optimizer(model, before)
+        schedule = epochs if args.separate_schedules else range(args.epochs)
         scheduler, _ = create_scheduler_v2(
             optimizer, num_epochs=len(schedule), min_lr=optimizer.defaults['lr'] / 100, warmup_lr=1e-6,
             warmup_epochs=min(args.warmup_epochs, len(schedule) // 4), step_on_epochs=False,
             updates_per_epoch=self.updates)
         state = Trained(
-            model, DistributedDataParallel(forward) if args.distributed else forward, optimizer, scheduler,
-            ModelEmaV3(average or model, args.ema, use_warmup=True) if args.ema else None,
-            NativeScaler(self.device.type) if args.amp_dtype == 'float16' else None)
+            model, DistributedDataParallel(forward) if args.distributed else forward, epochs, schedule, optimizer,
+            scheduler, ModelEmaV3(average or model, args.ema, use_warmup=True) if args.ema else None,
+            torch.amp.GradScaler(self.device.type, enabled=args.amp_dtype == 'float16'))
         if path.exists():
             state.history = state.load(path)
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
@@ -186,7 +161,7 @@ class Trainer:
                 desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates, unit='step',
                 **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
             for epoch in range(first, epochs.stop):
-                loss, duration = self._train_epoch(epoch, epochs, schedule, state, progress)
+                loss, duration = self._train_epoch(epoch, state, progress)
                 seconds += duration
                 # in the same order in all processes, which a set would not have
                 for each in dict.fromkeys((model, state.judged)) if args.distributed else ():
@@ -195,15 +170,19 @@ class Trainer:
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
-                point = dict(epoch=epoch + 1, train_loss=loss, seconds=seconds, **self.validate(state.judged))
+                logits, targets = self._predict(state.judged)
+                point = dict(
+                    epoch=epoch + 1, train_loss=loss, seconds=seconds,
+                    loss=F.cross_entropy(logits, targets).item(), top1=accuracy(logits, targets)[0].item())
                 state.history.append(point)
                 if args.rank == 0:
                     if keeps_best and point['top1'] == max(each['top1'] for each in state.history):
                         state.save(path.with_stem(f'{name}-best.pth'))
                     state.save(path)
-                    for key, value in point.items():
-                        self.writer and self.writer.add_scalar(f'{name}/{key}', value, epoch + 1)
-                    self.writer and self.writer.flush()
+                    if self.log is not None:
+                        for key, value in point.items():
+                            self.log.add_scalar(f'{name}/{key}', value, epoch + 1)
+                        self.log.flush()
                 progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
         if keeps_best and args.rank == 0:
             state.load(path.with_stem(f'{name}-best.pth'))
@@ -211,23 +190,23 @@ class Trainer:
             convert_conv2d_weight_memory_format(each, torch.contiguous_format)  # as safetensors needs it
         return state
 
-    def seconds_per_epoch(self, name: str, model: nn.Module, lr: Optional[float] = None) -> float:
+    def seconds_per_epoch(self, name: str, model: nn.Module) -> float:
         """Return how long an epoch of training takes, by a few steps of a copy. The answer stays when a run goes on."""
         few = copy.copy(self)
-        few.updates, few.loaders = min(self.updates, TIMED), self.loaders._replace(
-            judged={'validation': self.loaders.drawn})
-        history = few.fit(f'{name}-timing', copy.deepcopy(model), range(4), range(4), lr=lr).history
+        few.args = Namespace(**{**vars(self.args), 'epochs': 4})
+        few.updates = min(self.updates, TIMED)
+        few.loaders = self.loaders._replace(judged={'validation': [self.loaders.drawn]})
+        history = few.fit(f'{name}-timing', copy.deepcopy(model), range(4)).history
         # without the first, which may compile
         seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
         return seconds * self.updates / few.updates
 
-    def _optimizer(
-            self, model: nn.Module, before: Optional[Trained], lr: Optional[float]) -> torch.optim.Optimizer:
+    def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
         """Create an optimizer. Parameters that `before` does not have get groups of their own, to warm up."""
         args = self.args
-        lr = lr or (args.phase2_lr if before else None) or args.lr
         optimizer = create_optimizer_v2(
-            model, args.opt, lr=lr, weight_decay=args.weight_decay, layer_decay=args.layer_decay)
+            model, args.opt, lr=(before and args.phase2_lr) or args.lr, weight_decay=args.weight_decay,
+            layer_decay=args.layer_decay)
         if before is None or args.separate_schedules:
             return optimizer
         old = dict(before.model.named_parameters())
@@ -242,14 +221,13 @@ class Trainer:
             optimizer.add_param_group({**group, 'params': new, 'full_scale': group.get('lr_scale', 1.)})
         return optimizer
 
-    def _train_epoch(
-            self, epoch: int, epochs: range, schedule: range, state: Trained, progress: tqdm) -> Tuple[float, float]:
+    def _train_epoch(self, epoch: int, state: Trained, progress: tqdm) -> Tuple[float, float]:
         """Train an epoch, whose randomness depends on the seed and its number alone. Return mean loss and seconds."""
-        args, optimizer, scaler, start = self.args, state.optimizer, state.scaler, time.perf_counter()
+        args, optimizer, start = self.args, state.optimizer, time.perf_counter()
         random_seed((args.seed * 100_003 + epoch * args.world_size) % 2 ** 31, args.rank)
         if args.distributed:
             self.loaders.train.sampler.set_epoch(epoch)
-        warmup = max(WARMUP_OF_NEW * len(schedule) * self.updates, 1)
+        warmup = max(WARMUP_OF_NEW * len(state.schedule) * self.updates, 1)
         batches, total = iter(self.loaders.train), torch.zeros((), device=self.device)
         dtype = getattr(torch, args.amp_dtype or 'bfloat16')
         autocast = torch.autocast(self.device.type, dtype, enabled=bool(args.amp_dtype))
@@ -257,11 +235,11 @@ class Trainer:
         for update in range(epoch * self.updates, (epoch + 1) * self.updates):
             for group in optimizer.param_groups:
                 if 'full_scale' in group:
-                    warm = min((update - epochs.start * self.updates + 1) / warmup, 1.)
+                    warm = min((update - state.epochs.start * self.updates + 1) / warmup, 1.)
                     group['lr_scale'] = group['full_scale'] * warm
-            state.scheduler.step_update(update - schedule.start * self.updates)
+            state.scheduler.step_update(update - state.schedule.start * self.updates)
             optimizer.zero_grad()
-            for i, (images, targets) in enumerate(itertools.islice(batches, args.grad_accum_steps), 1):
+            for images, targets in itertools.islice(batches, args.grad_accum_steps):
                 images, targets = images.to(self.device), targets.to(self.device)
                 if self.mixup is not None:
                     images, targets = self.mixup(images, targets)
@@ -269,12 +247,9 @@ class Trainer:
                     logits = state.forward(images)
                 loss = self.loss_fn(logits.float(), targets) / args.grad_accum_steps
                 total += loss.detach()
-                if scaler is None:
-                    loss.backward()
-                else:
-                    scaler(loss, optimizer, need_update=i == args.grad_accum_steps)
-            if scaler is None:
-                optimizer.step()
+                state.scaler.scale(loss).backward()
+            state.scaler.step(optimizer)
+            state.scaler.update()
             if state.average is not None:
                 state.average.update(state.model, step=update)
             progress.update()
@@ -305,16 +280,7 @@ class Trainer:
                 targets.append(target.cpu())
         return torch.cat(logits), torch.cat(targets)
 
-    def validate(self, model: nn.Module) -> Point:
-        """Return loss and top-1 accuracy, in percent, on the validation images."""
-        logits, targets = self._predict(model)
-        return {'loss': F.cross_entropy(logits, targets).item(), 'top1': accuracy(logits, targets)[0].item()}
-
     def judge(self, title: str, model: nn.Module, history: Sequence[Point] = ()) -> Judged:
         """Classify the images of every split, once a training has ended."""
         with self._one_line_errors(title):
             return Judged(title, model, {split: self._predict(model, split) for split in self.loaders.judged}, history)
-
-    def images(self) -> torch.Tensor:
-        """Return some validation images, as the models get them: shape (B, C, H, W)."""
-        return next(iter(self.loaders.drawn))[0].to(self.device)
