@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+from timm.optim import create_optimizer_v2
 from timm.utils import reparameterize_model
 
 import timm_cmhsa
@@ -126,7 +127,7 @@ def test_weights_that_are_no_numbers_are_refused(folder):
 
 
 def test_biases_of_heads_do_not_decay(model):
-    optimizer = timm.optim.create_optimizer_v2(copy.deepcopy(model), 'adamw', lr=1., weight_decay=0.1)
+    optimizer = create_optimizer_v2(copy.deepcopy(model), 'adamw', lr=1., weight_decay=0.1)
     sizes = {p.shape for group in optimizer.param_groups if group['weight_decay'] for p in group['params']}
     tables = {p.shape for name, p in model.named_parameters() if name.endswith('bias_table')}
     assert tables

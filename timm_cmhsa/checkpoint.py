@@ -96,8 +96,15 @@ def open_model(source: PathLike) -> nn.Module:
 
 def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
     """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
-    model = checkpoint.model(architecture, **model_kwargs)
-    for note in checkpoint.spec.notes:
+    spec, tensors = checkpoint.spec, checkpoint.tensors
+    if spec.attend:
+        check_tensors(tensors, checkpoint.source)
+        args = {**spec.model_args, **model_kwargs}
+        model = create_attended(spec.architecture or '', args, spec.attend, tensors, checkpoint.source)
+        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
+    else:
+        model = checkpoint.model(architecture, **model_kwargs)
+    for note in spec.notes:
         _logger.warning('%s: %s', checkpoint.source, note)
     return model
 
@@ -165,13 +172,7 @@ class Checkpoint:
         return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
 
     def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
-        """Build the model around the tensors, in eval mode. Arguments and errors are those of `load_model`."""
-        if self.spec.attend:
-            check_tensors(self.tensors, self.source)
-            args = {**self.spec.model_args, **model_kwargs}
-            model = create_attended(self.spec.architecture or '', args, self.spec.attend, self.tensors, self.source)
-            model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **self.spec.pretrained_cfg}
-            return model
+        """Build the model of this package around the tensors, in eval mode. See `load_model`."""
         name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
         try:
             if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
@@ -208,7 +209,7 @@ class Checkpoint:
         if name and not is_ours(name):
             raise CheckpointError(
                 f'{self.source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by '
-                'timm.create_model.')
+                f'{"load_model" if self.spec.attend else "timm.create_model"}.')
         if name and 'cmhsa' not in name:  # on pixels
             return name, args, []
         try:
