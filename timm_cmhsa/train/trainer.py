@@ -33,7 +33,7 @@ from ..images import data_config
 from ..models import Cmhsa
 from .data import Images, make_loaders
 
-TIMED = 16  # steps in a row
+TIMED, TIMING = 16, '-timing'  # steps in a row, and what ends the name of their checkpoint
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 
@@ -126,7 +126,7 @@ class Trainer:
         weight = None
         if args.class_weights:
             counts = torch.tensor(args.class_counts, dtype=torch.float)
-            weight = (counts.sum() / counts / len(counts)).to(self.device)
+            weight = (counts.sum() / counts.clamp(min=1) / len(counts)).to(self.device)
         self.loss_fn = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
 
     def fit(
@@ -154,8 +154,8 @@ class Trainer:
         if path.exists():
             state.history = state.load(path)
         first = int(state.history[-1]['epoch']) if state.history else epochs.start
-        if state.history and first < epochs.stop and not args.rank:
-            tqdm.write(f'{name} goes on after epoch {first}')
+        if state.history and not args.rank and not name.endswith(TIMING):
+            tqdm.write(f'{name} ' + (f'goes on after epoch {first}' if first < epochs.stop else 'was trained before'))
         seconds = state.seconds or (before.seconds if before else 0.)
         with self._one_line_errors(name), tqdm(
                 desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates, unit='step',
@@ -196,7 +196,7 @@ class Trainer:
         few.args = Namespace(**{**vars(self.args), 'epochs': 4})
         few.updates = min(self.updates, TIMED)
         few.loaders = self.loaders._replace(judged={'validation': [self.loaders.drawn]})
-        history = few.fit(f'{name}-timing', copy.deepcopy(model), range(4)).history
+        history = few.fit(name + TIMING, copy.deepcopy(model), range(4)).history
         # without the first, which may compile
         seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
         return seconds * self.updates / few.updates
