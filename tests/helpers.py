@@ -7,8 +7,10 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
+from PIL import Image
 
 import timm_cmhsa
 
@@ -30,6 +32,24 @@ def images_for(model, count=2, seed=0):
     return images.to(next(model.parameters()))
 
 
+def write_image(path, seed=0, size=(32, 32), mode='RGB'):
+    """Write an image of noise, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def is_picture(path):
+    """Return whether something is drawn."""
+    with Image.open(path) as image:
+        return min(image.size) > 200 and len(image.convert('RGB').getcolors(1 << 24)) > 50
+
+
+def assert_equal(expected, actual):
+    """The same tensors by the same names."""
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=0, atol=0)
+
+
 def max_error(expected, actual):
     """Return the largest difference, relative to the largest expected value."""
     return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
@@ -41,6 +61,17 @@ def assert_converts(model, images=None, tolerance=1e-5, **options):
     error = timm_cmhsa.verify(model, converted, images_for(model) if images is None else images).max_error
     assert error <= tolerance, error
     return converted
+
+
+def command_error(main, arguments, capsys):
+    """Run a command that has to fail, and return its exit code and the line that it prints."""
+    try:
+        code = main([str(argument) for argument in arguments])
+    except SystemExit as e:  # of argparse
+        code = e.code
+    out, error = capsys.readouterr()
+    assert (out, error.count('\n')) == ('', 1)
+    return code, error
 
 
 def run_python(*args, **kwargs):
