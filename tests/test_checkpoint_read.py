@@ -27,18 +27,15 @@ from timm_cmhsa.infer import infer_model
 TINY = dict(img_size=8, patch_size=4, depth=1, num_classes=3, mlp_ratio=1.)
 
 
+@torch.no_grad()
 def assert_same(expected, actual):
     assert not actual.training
     images = images_for(expected)
-    with torch.no_grad():
-        assert max_error(expected.eval()(images), actual(images)) <= 1e-6
+    assert max_error(expected.eval()(images), actual(images)) <= 1e-6
 
 
 def tiny():
     return phase1(**TINY)
-
-
-# What is read
 
 
 @pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_cmhsa_attn'])
@@ -73,9 +70,8 @@ def test_tensors_alone_give_the_shape(
     if stem:
         patch, hidden_chans = 2 ** stem.count('p'), int(stem[-2])
     model = phase1(
-        stem=stem,
-        kernel_size=kernel, patch_size=patch, img_size=patch * grid, hidden_chans=hidden_chans, in_chans=in_chans,
-        num_classes=num_classes, **kwargs)
+        stem=stem, kernel_size=kernel, patch_size=patch, img_size=patch * grid, hidden_chans=hidden_chans,
+        in_chans=in_chans, num_classes=num_classes, **kwargs)
     args = {'img_size': patch * grid}
     if heads is not None:
         model, args = convert_model(model, **heads), {}
@@ -114,11 +110,11 @@ def test_the_ring_of_padding_is_found_in_the_tensors(tmp_path):
 
 def test_a_stem_can_be_left_out_or_added(tmp_path):
     """Models with other first convolutions than those of their names load for images of one channel."""
-    for i, (name, args) in enumerate((
+    for name, args in (
             ('cmhsa_hybrid_attn_32', dict(stem='', hidden_chans=3)),
-            ('cmhsa_attn_patch4_32', dict(stem='6p-8p', hidden_chans=8)))):
-        Checkpoint.of(timm.create_model(name, depth=1, **args)).write(tmp_path / str(i))
-        loaded = timm.create_model(f'local-dir:{tmp_path / str(i)}', pretrained=True, in_chans=1)
+            ('cmhsa_attn_patch4_32', dict(stem='6p-8p', hidden_chans=8))):
+        Checkpoint.of(timm.create_model(name, depth=1, **args)).write(tmp_path / name)
+        loaded = timm.create_model(f'local-dir:{tmp_path}/{name}', pretrained=True, in_chans=1)
         assert loaded.patch_embed(torch.zeros(1, 1, 32, 32)).shape[1] == 64
 
 
@@ -225,9 +221,6 @@ def test_arguments_that_contradict_the_checkpoint_are_refused(tmp_path):
             load_model(tmp_path / 'model', **args)
 
 
-# What is refused
-
-
 def assert_refused(path, message='.', **kwargs):
     with pytest.raises(CheckpointError, match=message) as error:
         load_model(path, **kwargs)
@@ -276,21 +269,20 @@ def test_arguments_that_open_other_files_are_left_out(kind, tmp_path):
     hostile = {
         'pretrained': True, 'checkpoint_path': weights, 'cache_dir': str(tmp_path / 'cache'),
         'pretrained_cfg': {'file': weights}, 'pretrained_cfg_overlay': {'file': weights, 'url': f'file://{weights}'}}
-    model, folder = tiny(), tmp_path / 'model'
-    folder.mkdir()
-    config = {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, **hostile}}
+    model, path = tiny(), tmp_path / 'model' / 'model.safetensors'
+    path.parent.mkdir()
+    name, model_args, tensors = 'test_cmhsa_conv_k3', {**TINY, **hostile}, model.state_dict()
     if kind == 'metadata':
-        path = folder / 'model.safetensors'
-        metadata = {**config, 'model_args': json.dumps(config['model_args'])}
-        safetensors.torch.save_file(model.state_dict(), path, metadata)
+        safetensors.torch.save_file(tensors, path, {'architecture': name, 'model_args': json.dumps(model_args)})
     elif kind == 'config.json':
-        path = folder
-        safetensors.torch.save_file(model.state_dict(), folder / 'model.safetensors')
-        (folder / 'config.json').write_text(json.dumps({**config, 'pretrained_cfg': hostile['pretrained_cfg']}))
+        safetensors.torch.save_file(tensors, path)
+        path = path.parent
+        config = {'architecture': name, 'model_args': model_args, 'pretrained_cfg': hostile['pretrained_cfg']}
+        (path / 'config.json').write_text(json.dumps(config))
     else:
-        path = folder / 'last.pth.tar'
-        args = {'model': 'test_cmhsa_conv_k3', 'model_kwargs': config['model_args'], **hostile}
-        torch.save({'state_dict': model.state_dict(), 'args': args}, path)
+        args = {'model': name, 'model_kwargs': model_args, **hostile}
+        torch.save({'state_dict': tensors, 'args': args}, path.with_name('last.pth.tar'))
+        path = path.with_name('last.pth.tar')
     assert_same(model, load_model(path))
     convert_checkpoint(path, tmp_path / 'out')
     assert {entry.name for entry in tmp_path.iterdir()} == {'model', 'weights.pth', 'out'}
@@ -323,7 +315,6 @@ def changed(tensor, name=WEIGHT):
     (changed([1]), 'holds no state dict'),
     (changed(torch.ones(1), 3), 'holds no state dict'),
     (changed(torch.full((48,), float('nan'))), 'norm.weight.* holds NaN'),
-    (changed(torch.full((48,), float('-inf'))), 'norm.weight.* holds NaN'),
     (changed(torch.ones(47)), 'size mismatch for norm.weight'),
     (changed(torch.ones([1] * 3000)), 'does not fit'),
     (changed(torch.ones(1), 'x' * 10 ** 6), 'Unexpected key'),
@@ -385,8 +376,8 @@ def test_odd_arguments_of_a_training_do_no_harm(args, tmp_path):
 
 
 def test_paths_that_are_no_checkpoints_are_refused(tmp_path):
-    (tmp_path / 'empty').mkdir()
-    (tmp_path / 'weightless').mkdir()
+    for name in ('empty', 'weightless'):
+        (tmp_path / name).mkdir()
     (tmp_path / 'weightless' / 'config.json').write_text('{}')
     for name, message in (
             ('nothing.pth', 'does not exist'), ('empty', 'config.json cannot be read'),
