@@ -64,15 +64,15 @@ def assert_converts(model, images=None, tolerance=1e-5, **options):
     return converted
 
 
-def command_error(main, arguments, capsys):
-    """Run a command that has to fail, and return its exit code and the line that it prints."""
+def command_error(main, arguments, capsys, code=2):
+    """Run a command that has to end with an exit code, and return the one line that it prints."""
     try:
-        code = main([str(argument) for argument in arguments])
+        actual = main([str(argument) for argument in arguments])
     except SystemExit as e:  # of argparse
-        code = e.code
+        actual = e.code
     out, error = capsys.readouterr()
-    assert (out, error.count('\n')) == ('', 1)
-    return code, error
+    assert (actual, out, error.count('\n')) == (code, '', 1)
+    return error
 
 
 def run(*command, code=0, **kwargs):
