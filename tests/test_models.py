@@ -147,7 +147,7 @@ def test_arguments(name, kwargs):
 @pytest.mark.parametrize(('name', 'kwargs', 'message'), [
     (CONV, dict(img_size=33), 'img_size=33 is not divisible by patch_size=4: use a multiple'),
     (CONV, dict(img_size=32.), 'one or two whole numbers'), (CONV, dict(patch_size=0), 'not divisible'),
-    (CONV, dict(in_chans=4), 'set hidden_chans to 4 or more'),
+    (CONV, dict(img_size=(32, 30)), 'not divisible'), (CONV, dict(in_chans=4), 'set hidden_chans to 4 or more'),
     (CONV, dict(stem='', in_chans=5), 'set hidden_chans to 5 or more'),
     *((CONV, {name: 0}, 'must be positive') for name in ('in_chans', 'depth')),
     *((ATTN, {name: value}, 'must be positive') for name, value in (('num_heads', 0), ('head_dim', 0), ('qk_dim', -1))),

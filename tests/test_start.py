@@ -207,7 +207,7 @@ def assert_refused(model, message, **options):
 
 @pytest.mark.parametrize(('name', 'kwargs', 'options', 'message'), [
     ('resnet18', {}, {}, 'ResNet cannot be started as a convolution: it needs to be'),
-    ('test_cmhsa_attn', {}, {}, "it needs timm's Block"),
+    ('test_cmhsa_attn', {}, {}, "it needs timm's Block"), ('vit_small_patch16_18x2_224', {}, {}, "timm's Block"),
     (VIT, dict(qk_norm=True), {}, 'qk_norm=False'), (VIT, dict(pos_embed='none'), {}, "pos_embed='learn'"),
     ('vit_relpos_small_patch16_224', {}, {}, "rel_pos_type='bias'"), ('vit_base_mci_224', {}, {}, 'a projection of'),
     (VIT, dict(num_heads=24), {}, 'Heads of 8 dimensions'),
