@@ -38,6 +38,12 @@ def tiny():
     return phase1(**TINY)
 
 
+def write_folder(folder, config, model=None):
+    """Write a model's weights beside a configuration, which is text or goes into JSON."""
+    safetensors.torch.save_file((model or tiny()).state_dict(), folder / 'model.safetensors')
+    (folder / 'config.json').write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
+
+
 @pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_cmhsa_attn'])
 def test_every_form_of_a_model(name, tmp_path):
     model = phase1(name, **TINY, in_chans=1, norm_layer='rmsnorm')
@@ -275,10 +281,9 @@ def test_arguments_that_open_other_files_are_left_out(kind, tmp_path):
     if kind == 'metadata':
         safetensors.torch.save_file(tensors, path, {'architecture': name, 'model_args': json.dumps(model_args)})
     elif kind == 'config.json':
-        safetensors.torch.save_file(tensors, path)
         path = path.parent
         config = {'architecture': name, 'model_args': model_args, 'pretrained_cfg': hostile['pretrained_cfg']}
-        (path / 'config.json').write_text(json.dumps(config))
+        write_folder(path, config, model)
     else:
         args = {'model': name, 'model_kwargs': model_args, **hostile}
         torch.save({'state_dict': tensors, 'args': args}, path.with_name('last.pth.tar'))
@@ -347,9 +352,7 @@ def test_tensors_that_are_not_the_models_are_refused(change, message, tmp_path):
     ('fc_norm', 1), ('\ud800', 1),
 ])
 def test_configurations_that_no_model_has_are_refused(name, value, tmp_path):
-    safetensors.torch.save_file(tiny().state_dict(), tmp_path / 'model.safetensors')
-    config = {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, name: value}}
-    (tmp_path / 'config.json').write_text(json.dumps(config))
+    write_folder(tmp_path, {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, name: value}})
     if name in MODEL_ARGS:
         assert_refused(tmp_path)
     else:
@@ -362,8 +365,7 @@ def test_configurations_that_no_model_has_are_refused(name, value, tmp_path):
     b'{"pretrained_cfg": {"input_size": [3, 1e999, 8]}}',
     b'{"pretrained_cfg": {"mean": 3}}'])
 def test_configurations_that_cannot_be_read_are_refused(content, tmp_path):
-    safetensors.torch.save_file(tiny().state_dict(), tmp_path / 'model.safetensors')
-    (tmp_path / 'config.json').write_bytes(content)
+    write_folder(tmp_path, content)
     assert_refused(tmp_path)
 
 
@@ -391,13 +393,11 @@ def test_paths_that_are_no_checkpoints_are_refused(tmp_path):
 
 def test_a_large_model_in_the_arguments_takes_no_memory(tmp_path):
     """Nothing is allocated before the shapes of the tensors are found to be those of the model."""
-    safetensors.torch.save_file(convert_model(tiny()).state_dict(), tmp_path / 'model.safetensors')
-    config = {'architecture': 'cmhsa_attn', 'model_args': {**TINY, 'num_heads': 10_000, 'head_dim': 1000}}  # 8 GB
-    (tmp_path / 'config.json').write_text(json.dumps(config))
-    assert run_forked(lambda: assert_refused(tmp_path, 'size mismatch'), memory=2 ** 29) == 0
-    config['model_args'] = {'img_size': 4096, 'patch_size': 1}
-    (tmp_path / 'config.json').write_text(json.dumps(config))
-    assert run_forked(lambda: assert_refused(tmp_path, 'exceed the limit of 16384'), memory=2 ** 29) == 0
+    for args, message in (
+            ({**TINY, 'num_heads': 10_000, 'head_dim': 1000}, 'size mismatch'),  # 8 GB
+            ({'img_size': 4096, 'patch_size': 1}, 'exceed the limit of 16384')):
+        write_folder(tmp_path, {'architecture': 'cmhsa_attn', 'model_args': args}, convert_model(tiny()))
+        assert run_forked(partial(assert_refused, tmp_path, message), memory=2 ** 29) == 0
 
 
 def mutated(content, rng):

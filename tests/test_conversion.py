@@ -174,8 +174,7 @@ def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path
     ('--push-to-hub me', 'expected USER/NAME'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
-    code, error = command_error(main, [src, tmp_path / 'out', *options.split()], capsys)
-    assert code == 2
+    error = command_error(main, [src, tmp_path / 'out', *options.split()], capsys)
     assert message in error
     assert error.startswith('convert_checkpoint: error: ')
     assert os.listdir(tmp_path) == [src.name]
@@ -193,8 +192,7 @@ def test_advice_for_too_many_channels_can_be_followed(tmp_path, capsys):
 @pytest.mark.parametrize('force', [[], ['--force']])
 def test_sources_that_are_not_there_are_named_in_one_line(name, force, src, tmp_path, capsys):
     convert_checkpoint(src, tmp_path / 'out')
-    code, error = command_error(main, [tmp_path / name, tmp_path / ('out' if force else 'new'), *force], capsys)
-    assert code == 2
+    error = command_error(main, [tmp_path / name, tmp_path / ('out' if force else 'new'), *force], capsys)
     assert error.strip().isprintable()
     if name.isprintable() and len(name) < 500:
         assert f'{tmp_path / name} does not exist' in error
