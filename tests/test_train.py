@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -31,11 +32,29 @@ CLASSES = 'cat', 'dog', 'owl'
 SPLITS = 'train', 'validation'
 SIDE = 32
 OPTIONS = dict(model='test_cmhsa_conv_k3', img_size=SIDE, epochs=4, switch=0.5, batch_size=4, device='cpu')
+ALONE = dict(OPTIONS, epochs=1, switch=1)
+COMPARED = dict(OPTIONS, compare=['test_resnet'], compare_lr=1e-4)
 
 
 def write_folder(root, splits=SPLITS, count=4, side=SIDE):
     for split, (label, name), i in itertools.product(splits, enumerate(CLASSES), range(count)):
         write_image(root / split / name / f'{i}.png', seed=10 * label + i, size=(side, side))
+    return root
+
+
+def changed(photos, root, changes):
+    """Copy a folder, then remove (None), write (bytes) or rename what is in it."""
+    shutil.copytree(photos, root)
+    for name, change in changes.items():
+        path = root / name
+        if change is None:
+            shutil.rmtree(path)
+        elif isinstance(change, bytes):
+            path.parent.mkdir(exist_ok=True)
+            path.write_bytes(change)
+        else:
+            (root / change).parent.mkdir(exist_ok=True)
+            path.rename(root / change)
     return root
 
 
@@ -57,7 +76,7 @@ def photos(tmp_path_factory):
 def finished(photos, tmp_path_factory):
     """A whole training, and its results."""
     output = tmp_path_factory.mktemp('finished') / 'out'
-    return output, train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, **OPTIONS)
+    return output, train_two_phases(photos, output=output, **COMPARED)
 
 
 def weights(output, name='phase2'):
@@ -168,7 +187,7 @@ def test_a_finished_run_is_not_done_again(finished, photos):
     options = json.loads((output / 'options.json').read_text())
     del options['start']  # as a version without that option wrote it
     (output / 'options.json').write_text(json.dumps(options))
-    assert train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, **OPTIONS) == results
+    assert train_two_phases(photos, output=output, **COMPARED) == results
     assert {path: path.stat().st_mtime_ns for path in (output / 'checkpoints').iterdir()} == before
 
 
@@ -177,16 +196,16 @@ def test_a_run_goes_on_with_what_was_chosen_on_another_machine(finished, photos,
     options = json.loads((output / 'options.json').read_text())
     other = dict(workers='1', amp_dtype='None' if options['amp_dtype'] == 'bfloat16' else 'bfloat16')
     (output / 'options.json').write_text(json.dumps({**options, **other}))
-    results = train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, **OPTIONS)
+    results = train_two_phases(photos, output=output, **COMPARED)
     assert results['options'] == {**options, **other}
-    results = train_two_phases(photos, output=output, compare=['test_resnet'], compare_lr=1e-4, workers=0, **OPTIONS)
+    results = train_two_phases(photos, output=output, workers=0, **COMPARED)
     assert results['options'] == {**options, **other, 'workers': '0'}, 'workers may change'
 
 
-def limit_batches(most, error=torch.cuda.OutOfMemoryError, **kwargs):
-    """Return a model that fails for more images: `most(model)`."""
+def limit_batches(most, error, **kwargs):
+    """Return a model that fails for batches of more images; those of validation are twice as large."""
     def fail(module, inputs):
-        if len(inputs[0]) > most(module):
+        if len(inputs[0]) > most:
             raise error('CUDA out of memory.')
 
     model = timm.create_model('test_resnet', **kwargs)
@@ -196,17 +215,17 @@ def limit_batches(most, error=torch.cuda.OutOfMemoryError, **kwargs):
 
 @timm.models.register_model
 def hungry(pretrained=False, **kwargs):
-    return limit_batches(lambda model: 0 if model.training else 100, **kwargs)
+    return limit_batches(OPTIONS['batch_size'] - 1, torch.cuda.OutOfMemoryError, **kwargs)
 
 
 @timm.models.register_model
 def hungry_in_validation(pretrained=False, **kwargs):
-    return limit_batches(lambda model: OPTIONS['batch_size'], **kwargs)
+    return limit_batches(OPTIONS['batch_size'], torch.cuda.OutOfMemoryError, **kwargs)
 
 
 @timm.models.register_model
 def failing(pretrained=False, **kwargs):
-    return limit_batches(lambda model: 0 if model.training else 100, RuntimeError, **kwargs)
+    return limit_batches(OPTIONS['batch_size'] - 1, RuntimeError, **kwargs)
 
 
 def test_errors_of_torch_are_one_line(photos, tmp_path):
@@ -216,13 +235,11 @@ def test_errors_of_torch_are_one_line(photos, tmp_path):
 
 
 def test_memory_that_runs_out_in_validation(photos, tmp_path):
-    """Its batches are twice as large."""
     message = 'does not fit into the memory of cpu: use a smaller --batch-size and another --output'
-    options = {**OPTIONS, 'epochs': 1, 'switch': 1}
     with pytest.raises(ValueError, match=f'phase1 {message}'):
-        train_two_phases(photos, output=tmp_path / 'one', **{**options, 'model': 'hungry_in_validation'})
-    with pytest.raises(ValueError, match=f'hungry_in_validation-.* {message}'):
-        train_two_phases(photos, output=tmp_path / 'two', compare=['hungry_in_validation'], **options)
+        train_two_phases(photos, output=tmp_path / 'one', **{**ALONE, 'model': 'hungry_in_validation'})
+    with pytest.raises(ValueError, match=f'hungry_in_validation-.* {message}'):  # a single name will do
+        train_two_phases(photos, output=tmp_path / 'two', compare='hungry_in_validation', **ALONE)
 
     def rewrite(model):
         return hungry_in_validation(num_classes=len(CLASSES))
@@ -235,13 +252,11 @@ def test_what_has_no_checkpoint_yet_can_be_run_with_other_options(photos, tmp_pa
     with pytest.raises(ValueError, match='phase1 does not fit into the memory of cpu: use a smaller --batch-size'):
         train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'model': 'hungry', 'switch': 1})
     train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'epochs': 2})
-    with pytest.raises(ValueError, match=r'hungry-.* does not fit into the memory of cpu'):  # a single name will do
-        train_two_phases(photos, output=tmp_path, compare='hungry', **{**OPTIONS, 'epochs': 2})
 
 
 def test_workers_are_forked_on_linux(photos, tmp_path):
     """A script without `if __name__ == '__main__'` works there, whatever Python's default is."""
-    options = {**OPTIONS, 'epochs': 1, 'switch': 1, 'workers': 1, 'output': str(tmp_path / 'out')}
+    options = {**ALONE, 'workers': 1, 'output': str(tmp_path / 'out')}
     script = tmp_path / 'script.py'
     script.write_text(f'''
 import multiprocessing
@@ -249,20 +264,17 @@ multiprocessing.set_start_method('forkserver')
 from timm_cmhsa.train import train_two_phases
 train_two_phases({str(photos)!r}, **{options!r})
 ''')
-    result = run_python(script)
-    assert result.returncode == 0, result.stderr
+    run_python(script)
 
 
 def test_a_data_set_of_torchvision(photos, tmp_path):
-    results = train_two_phases(
-        photos, output=tmp_path, dataset='torch/image_folder', **{**OPTIONS, 'epochs': 1, 'switch': 1})
+    results = train_two_phases(photos, output=tmp_path, dataset='torch/image_folder', **ALONE)
     assert results['num_train'] == results['num_validation'] == 12
 
 
 def add_unusable(photos, root):
     """Copy a folder, and add two images that cannot be used."""
-    shutil.copytree(photos, root)
-    (root / 'train' / 'cat' / 'broken.jpg').write_bytes(b'no image')
+    changed(photos, root, {'train/cat/broken.jpg': b'no image'})
     Image.fromarray(np.zeros((SIDE, SIDE), dtype=np.uint16)).save(root / 'train' / 'dog' / 'deep.png')
     return root
 
@@ -292,7 +304,7 @@ def test_oblong_images_become_square_alike_in_training_and_later(fit, kept, tmp_
         line.paste(name, (0, 0, SIDE, SIDE))
         for i in range(4):
             line.save(root / split / name / f'{i}.png')
-    options = dict(OPTIONS, epochs=1, switch=1, no_flip=True, data_dir=root)
+    options = dict(ALONE, no_flip=True, data_dir=root)
     results = train_two_phases(**options, output=tmp_path / 'out', fit=fit)
     assert any('88% of the median image is cropped' in line for line in results['chosen']) == (not kept)
     model = timm_cmhsa.load_model(tmp_path / 'out' / 'model')
@@ -318,7 +330,7 @@ def test_an_output_among_the_classes_is_refused(photos, tmp_path):
     assert {path.name for path in root.iterdir()} == set(CLASSES)
 
 
-def train_with_hook(hook, photos, output):
+def train_with_hook(hook, photos, output, code):
     """Train in a process of its own, with an audit hook `hook(event, args)`: before it saves, it renames."""
     return run_python('-c', f'''
 import os, resource, signal, sys
@@ -334,14 +346,14 @@ try:
     train_two_phases({photos!r}, output={output!r}, **{OPTIONS!r})
 except OSError as e:
     sys.exit(str(e))
-''')
+''', code=code)
 
 
 @pytest.mark.parametrize(('name', 'number'), [('phase1', 1), ('phase1', 2), ('phase2', 1), ('phase2', 2)])
 def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos, tmp_path, capsys):
     """Killed while a checkpoint is saved: the last of phase 1 or the first of phase 2 are at the switch."""
     kill = f'saved.count("{name}.pth.tar") == {number} and os.kill(os.getpid(), signal.SIGKILL)'
-    assert train_with_hook(kill, photos, tmp_path).returncode == -signal.SIGKILL
+    train_with_hook(kill, photos, tmp_path, -signal.SIGKILL)
     results = train_two_phases(photos, output=tmp_path, **OPTIONS)
     assert (f'{name} goes on after epoch {1 if name == "phase1" else 3}' in capsys.readouterr().out) == (number == 2)
     assert results['top1'] == finished[1]['top1']
@@ -351,7 +363,7 @@ def test_a_killed_run_goes_on_to_the_same_weights(name, number, finished, photos
 def test_a_full_disk_keeps_the_last_checkpoint(finished, photos, tmp_path):
     """The second checkpoint finds a full disk. With space again, the same call ends as it would have."""
     fill = 'signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, -1))'
-    message = train_with_hook(fill, photos, tmp_path).stderr.splitlines()[-1]
+    message = train_with_hook(fill, photos, tmp_path, 1).stderr.splitlines()[-1]
     assert re.fullmatch(r'.*phase1.pth.tar cannot be written: .* run the same command again\.', message)
     assert (tmp_path / 'checkpoints' / 'phase1.pth.tar').exists()
     train_two_phases(photos, output=tmp_path, **OPTIONS)
@@ -368,12 +380,10 @@ def one_and_two(tmp_path):
                '--scale', 0.9, '--no-amp', '--device', 'cpu']
 
     def run(*options):
-        one = run_python(*command, *options, '--output', tmp_path / 'one', '--batch-size', 12)
-        two = run_python(
+        run_python(*command, *options, '--output', tmp_path / 'one', '--batch-size', 12)
+        run_python(
             '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *command, *options,
             '--output', tmp_path / 'two', '--batch-size', 6)
-        assert not one.returncode, one.stderr
-        assert not two.returncode, two.stderr
         return tmp_path / 'one', tmp_path / 'two'
     return run
 
@@ -398,28 +408,30 @@ def test_two_processes_share_the_statistics_of_batch_norm(one_and_two):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_phase_1_alone(photos, tmp_path):
-    results = train_two_phases(photos, output=tmp_path, **{**OPTIONS, 'epochs': 2, 'switch': 1})
+def test_phase_1_alone(photos, tmp_path, monkeypatch):
+    """Without an output, it is called like the images."""
+    monkeypatch.chdir(tmp_path)
+    results = train_two_phases(photos, **{**OPTIONS, 'epochs': 2, 'switch': 1})
+    output = Path('output') / photos.name
     assert results['top1'] == results['phase1_top1'] == pytest.approx(results['converted_top1'])
-    models = [timm_cmhsa.load_model(tmp_path / name) for name in ('model', 'converted')]
+    models = [timm_cmhsa.load_model(output / name) for name in ('model', 'converted')]
     assert [type(model).__name__ for model in models] == ['CmhsaConv', 'CmhsaAttn']
     torch.manual_seed(0)
     assert timm_cmhsa.verify(*models, torch.zeros(1, 3, SIDE, SIDE)).max_error < 1e-5
-    assert is_picture(tmp_path / 'attention.png')
-    text = (tmp_path / 'results.md').read_text()
+    assert is_picture(output / 'attention.png')
+    text = (output / 'results.md').read_text()
     assert '| converted |' in text
-    assert f"timm.create_model('local-dir:{tmp_path}/model', pretrained=True)" in text
+    assert f"timm.create_model('local-dir:{output}/model', pretrained=True)" in text
     assert '| phase 2 |' not in text
 
 
 def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
     """Norms, MLPs and the head keep the steps that phase 1 counted; attention counts its own."""
     checkpoint = torch.load(finished[0] / 'checkpoints' / 'phase2.pth.tar', weights_only=True)
-    steps = {}
-    for group in checkpoint['optimizer']['param_groups']:
-        for index in group['params']:
-            steps.setdefault('full_scale' in group, set()).add(
-                int(checkpoint['optimizer']['state'][index]['step']))
+    state, groups = (checkpoint['optimizer'][key] for key in ('state', 'param_groups'))
+    steps = {False: set(), True: set()}
+    for group in groups:
+        steps['full_scale' in group] |= {int(state[index]['step']) for index in group['params']}
     assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
 
 
@@ -436,22 +448,12 @@ def test_more_options(photos, tmp_path):
     assert timm_cmhsa.load_model(tmp_path / 'model').blocks[0].attn.num_heads == 10
 
 
-def test_the_log_has_all_epochs(photos, tmp_path):
-    result = run_python(
-        '-m', 'timm_cmhsa.train', '--data-dir', photos, '--output', tmp_path, '--model', 'test_cmhsa_conv_k3',
-        '--epochs', '2', '--switch', '1', '--batch-size', '4', '--log', 'tensorboard')
-    assert result.returncode == 0, result.stderr
-    log = EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
-    assert [event.step for event in log.Scalars('phase1/top1')] == [1, 2]
-
-
 def test_a_rewrite_of_ones_own(photos, tmp_path):
     """Any model can be trained, and rewritten by any function."""
     def rewrite(model):
         return timm_cmhsa.attend_convs(model, 'conv1.0', (3, SIDE, SIDE))
 
-    results = train_two_phases(
-        photos, rewrite, output=tmp_path, **{**OPTIONS, 'model': 'test_resnet', 'epochs': 2})
+    results = train_two_phases(photos, rewrite, output=tmp_path, **{**OPTIONS, 'model': 'test_resnet', 'epochs': 2})
     assert results['converted_top1'] == pytest.approx(results['phase1_top1'])
 
 
@@ -503,7 +505,7 @@ def test_a_training_that_diverges_ends(photos, tmp_path):
 
 @pytest.mark.slow
 def test_compiled(photos, tmp_path):
-    train_two_phases(photos, output=tmp_path, compile=True, **{**OPTIONS, 'epochs': 2, 'switch': 1})
+    train_two_phases(photos, output=tmp_path, compile=True, **ALONE)
 
 
 def test_without_a_compiler(photos, tmp_path, monkeypatch):
@@ -511,8 +513,7 @@ def test_without_a_compiler(photos, tmp_path, monkeypatch):
     monkeypatch.setenv('TORCHINDUCTOR_CACHE_DIR', str(tmp_path / 'cache'))
     result = run_python(
         '-m', 'timm_cmhsa.train', '--data-dir', photos, '--output', tmp_path / 'out', '--model', 'test_cmhsa_conv_k3',
-        '--img-size', SIDE, '--epochs', 1, '--switch', 1, '--batch-size', 4, '--device', 'cpu', '--compile')
-    assert result.returncode == 2
+        '--img-size', SIDE, '--epochs', 1, '--switch', 1, '--batch-size', 4, '--device', 'cpu', '--compile', code=2)
     assert re.search('error: phase1 cannot be compiled: .*compiler.* Leave out --compile.$', result.stderr.strip())
 
 
@@ -547,12 +548,9 @@ def test_epochs_fit_the_number_of_images(number, epochs):
 
 
 def test_usual_names_of_folders(photos, tmp_path):
-    root = shutil.copytree(photos, tmp_path / 'photos')
-    (root / 'train').rename(root / 'Train')
-    (root / 'validation').rename(root / 'valid')
-    write_image(root / 'Train' / '__MACOSX' / 'a.png')
-    write_image(root / 'Train' / 'cat' / '.ipynb_checkpoints' / 'a.png')
-    (root / 'Train' / 'cat' / '._0.png').write_bytes(b'of macOS')
+    root = changed(photos, tmp_path / 'photos', {
+        'train': 'Train', 'validation': 'valid', 'Train/__MACOSX/a.png': b'', 'Train/cat/.ipynb_checkpoints/a.png': b'',
+        'Train/cat/._0.png': b'of macOS'})
     data = open_folder(root)
     assert data.notes == []
     assert ({split: len(samples) for split, samples in data.splits.items()}, data.class_names) == (
@@ -587,12 +585,6 @@ def test_photos_are_upright_and_large_ones_are_decoded_smaller(tmp_path):
     assert read(tmp_path / 'a.jpg')[0, 16, 24] > read(tmp_path / 'a.jpg')[0, 16, 8] + 1
 
 
-def test_the_output_is_called_like_the_images(photos, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    train_two_phases(photos, **{**OPTIONS, 'epochs': 1, 'switch': 1})
-    assert (tmp_path / 'output' / photos.name / 'results.md').is_file()
-
-
 def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     root = add_unusable(photos, tmp_path / 'photos')
     write_image(root / 'train' / 'owl' / 'gray.png', mode='L')
@@ -606,75 +598,39 @@ def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     assert_left_out(note)
 
 
-def empty_class(root):
-    (root / 'train' / 'bee').mkdir()
-
-
-def other_classes(root):
-    (root / 'validation' / 'owl').rename(root / 'validation' / 'eagle')
-
-
-def one_class(root):
-    for split, name in itertools.product(SPLITS, CLASSES[1:]):
-        shutil.rmtree(root / split / name)
-
-
-def no_class(root):
-    shutil.rmtree(root)
-    write_image(root / '0.png')
-
-
-def nested(root):
-    (root / 'train' / 'cat').rename(root / 'train' / 'pets')
-    (root / 'train' / 'cat').mkdir()
-    (root / 'train' / 'pets').rename(root / 'train' / 'cat' / 'pets')
-
-
-def all_broken(root):
-    for path in (root / 'validation' / 'dog').iterdir():
-        path.write_bytes(b'no image')
-
-
-def two_of_one_name(root):
-    for name in ('caf\u00e9', 'cafe\u0301'):
-        shutil.copytree(root / 'train' / 'cat', root / 'train' / name)
-
-
-@pytest.mark.parametrize(('spoil', 'options', 'message'), [
-    (empty_class, {}, 'photos/train: Found no valid file for the classes bee'),
-    (other_classes, {}, 'eagle, owl: in one of'),
-    (one_class, {}, 'has one class, cat'),
-    (no_class, {}, 'has no class: expected two folders of images or more'),
-    (nested, {}, 'is a folder in a folder'),
-    (all_broken, {}, 'dog needs an image to train on, and one to validate on'),
-    (shutil.rmtree, {}, 'is not a folder'),
-    (None, dict(learning_rate=1e-3), 'learning_rate: not an option. Choose from '),
-    (None, dict(batch_size=100), '12 training images are fewer than a step needs'),
-    (None, dict(batch_size=3), 'must be even for Mixup'),
-    (None, dict(model='nonsense'), 'nonsense is not a model of timm'),
-    (None, dict(model='resnet18'), 'got ResNet. --switch 1 trains resnet18 alone'),
-    (None, dict(phase2_kwargs=dict(peak=2)), 'peak'),
-    (None, dict(model_kwargs=dict(in_chans=4)), 'Images have 1 or 3 channels, but the model takes 4'),
-    (two_of_one_name, {}, 'has two folders of the same name, such as caf'),
-    (None, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
-    (None, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
-    (None, dict(start='convolution'), 'is for a ViT of timm: add --model'),
-    (None, dict(start='nothing'), "start='nothing' must be one of convolution"),
-    (None, dict(switch=0), '--switch 0 must be above 0 and at most 1'),
-    (None, dict(ema=2), '--ema 2 must be at least 0 and at most 1'),
-    (None, dict(weight_decay=float('nan')), '--weight-decay nan must be at least 0'),
-    (None, dict(epochs=1, switch=0.5), '--epochs 1 has no room for two phases'),
-    (None, dict(aa='nonsense'), 'nonsense'),
-    (None, dict(device='nonsense'), 'nonsense'),
-    (None, dict(opt='nonsense'), 'nonsense'),
-    (None, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
-    (None, dict(compare=['inception_v3'], img_size=32), "Kernel size can't be greater than actual input size"),
-    (None, dict(dataset='torch/cifar10'), 'torch/cifar10 cannot be opened'),
+@pytest.mark.parametrize(('changes', 'options', 'message'), [
+    ({'train/bee/a.txt': b''}, {}, 'photos/train: Found no valid file for the classes bee'),
+    ({'validation/owl': 'validation/eagle'}, {}, 'eagle, owl: in one of'),
+    (dict.fromkeys(('train/dog', 'train/owl', 'validation/dog', 'validation/owl')), {}, 'has one class, cat'),
+    ({'train': None, 'validation': None, '0.png': b''}, {}, 'has no class: expected two folders of images or more'),
+    ({'train/cat/0.png': 'train/cat/pets/0.png'}, {}, 'is a folder in a folder'),
+    ({f'validation/dog/{i}.png': b'no image' for i in range(4)}, {}, 'dog needs an image to train on, and one to'),
+    ({'train/dog': 'train/caf\u00e9', 'train/owl': 'train/cafe\u0301'}, {}, 'has two folders of the same name, such'),
+    ({'': None}, {}, 'is not a folder'),
+    ({}, dict(learning_rate=1e-3), 'learning_rate: not an option. Choose from '),
+    ({}, dict(batch_size=100), '12 training images are fewer than a step needs'),
+    ({}, dict(batch_size=3), 'must be even for Mixup'),
+    ({}, dict(model='nonsense'), 'nonsense is not a model of timm'),
+    ({}, dict(model='resnet18'), 'got ResNet. --switch 1 trains resnet18 alone'),
+    ({}, dict(phase2_kwargs=dict(peak=2)), 'peak'),
+    ({}, dict(model_kwargs=dict(in_chans=4)), 'Images have 1 or 3 channels, but the model takes 4'),
+    ({}, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
+    ({}, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
+    ({}, dict(start='convolution'), 'is for a ViT of timm: add --model'),
+    ({}, dict(start='nothing'), "start='nothing' must be one of convolution"),
+    ({}, dict(switch=0), '--switch 0 must be above 0 and at most 1'),
+    ({}, dict(ema=2), '--ema 2 must be at least 0 and at most 1'),
+    ({}, dict(weight_decay=float('nan')), '--weight-decay nan must be at least 0'),
+    ({}, dict(epochs=1, switch=0.5), '--epochs 1 has no room for two phases'),
+    ({}, dict(aa='nonsense'), 'nonsense'),
+    ({}, dict(device='nonsense'), 'nonsense'),
+    ({}, dict(opt='nonsense'), 'nonsense'),
+    ({}, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
+    ({}, dict(compare=['inception_v3'], img_size=32), "Kernel size can't be greater than actual input size"),
+    ({}, dict(dataset='torch/cifar10'), 'torch/cifar10 cannot be opened'),
 ])
-def test_bad_input_is_refused_before_any_training(spoil, options, message, photos, tmp_path):
-    root = shutil.copytree(photos, tmp_path / 'photos')
-    if spoil is not None:
-        spoil(root)
+def test_bad_input_is_refused_before_any_training(changes, options, message, photos, tmp_path):
+    root = changed(photos, tmp_path / 'photos', changes)
     with pytest.raises((ValueError, TypeError, OSError), match=re.escape(message)):
         train_two_phases(root, output=tmp_path / 'out', **options)
     assert not (tmp_path / 'out').exists()
@@ -688,8 +644,7 @@ def test_bad_input_is_refused_before_any_training(spoil, options, message, photo
     (['--output', os.devnull], f'error: {os.devnull}'),
 ])
 def test_the_command_prints_one_line(options, message, tmp_path):
-    result = run_python('-m', 'timm_cmhsa.train', '--output', tmp_path / 'out', *options)
-    assert result.returncode == 2
+    result = run_python('-m', 'timm_cmhsa.train', '--output', tmp_path / 'out', *options, code=2)
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
 
@@ -758,10 +713,12 @@ def test_split_names_can_be_classes(tmp_path):
 
 
 def test_quick_is_four_epochs_of_the_digits_too(tmp_path):
-    result = run_python('-m', 'timm_cmhsa.train', '--quick', '--device', 'cpu', '--output', tmp_path)
-    assert result.returncode == 0, result.stderr
+    command = '-m', 'timm_cmhsa.train', '--quick', '--device', 'cpu', '--log', 'tensorboard', '--output', tmp_path
+    result = run_python(*command)
     assert len(json.loads((tmp_path / 'results.json').read_text())['curves']['phase 1']) == 2
     assert (tmp_path / 'results.md').read_text() in result.stdout
+    log = EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
+    assert [event.step for event in log.Scalars('phase1/top1')] == [1, 2]
 
 
 def test_digits_are_the_same_for_a_seed(tmp_path):
