@@ -108,5 +108,3 @@ def test_biases_of_heads_do_not_decay(model):
     tables = {name for name, _ in model.named_parameters() if name.endswith('bias_table')}
     assert tables
     assert not tables & decayed(model)
-
-
