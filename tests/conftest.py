@@ -24,12 +24,8 @@ settings.load_profile('quick')
 
 
 @pytest.fixture(autouse=True)
-def _seeded():
+def _alone():
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _fused_attn_restored():
     yield
     set_fused_attn(True)
 

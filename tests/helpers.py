@@ -7,8 +7,11 @@ import sys
 import traceback
 from pathlib import Path
 
+import numpy as np
 import timm
 import torch
+from PIL import Image
+from timm.optim import create_optimizer_v2
 
 import timm_cmhsa
 
@@ -30,6 +33,24 @@ def images_for(model, count=2, seed=0):
     return images.to(next(model.parameters()))
 
 
+def write_image(path, seed=0, size=(32, 32), mode='RGB'):
+    """Write an image of noise, and its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), dtype=np.uint8)
+    Image.fromarray(pixels).convert(mode).save(path)
+
+
+def is_picture(path):
+    """Return whether something is drawn."""
+    with Image.open(path) as image:
+        return min(image.size) > 200 and len(image.convert('RGB').getcolors(1 << 24)) > 50
+
+
+def assert_equal(expected, actual):
+    """The same tensors by the same names."""
+    torch.testing.assert_close(dict(actual), dict(expected), rtol=0, atol=0)
+
+
 def max_error(expected, actual):
     """Return the largest difference, relative to the largest expected value."""
     return ((actual.double() - expected.double()).abs().max() / expected.double().abs().max()).item()
@@ -43,18 +64,52 @@ def assert_converts(model, images=None, tolerance=1e-5, **options):
     return converted
 
 
+def command_error(main, arguments, capsys, code=2):
+    """Run a command that has to end with an exit code, and return the one line that it prints."""
+    try:
+        actual = main([str(argument) for argument in arguments])
+    except SystemExit as e:  # of argparse
+        actual = e.code
+    out, error = capsys.readouterr()
+    assert (actual, out, error.count('\n')) == (code, '', 1)
+    return error
+
+
+def run(*command, code=0, **kwargs):
+    """Run a command in a process of its own, check its exit code, and return what it printed."""
+    result = subprocess.run([str(word) for word in command], capture_output=True, text=True, **kwargs)
+    assert result.returncode == code, f'{command}\n{result.stdout[-9000:]}\n{result.stderr[-9000:]}'
+    return result
+
+
 def run_python(*args, **kwargs):
-    """Run `python ARGS` in a process of its own, and return what it printed and its exit code."""
-    return subprocess.run([sys.executable, *map(str, args)], capture_output=True, text=True, **kwargs)
+    return run(sys.executable, *args, **kwargs)
+
+
+def train(model, images, targets, steps, optimizer=torch.optim.AdamW, **options):
+    """Train all that learns for some steps, and return their losses."""
+    optimizer = optimizer([parameter for parameter in model.parameters() if parameter.requires_grad], **options)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(images), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def decayed(model, **options):
+    """Return the names of the parameters that have weight decay in timm's optimizers."""
+    optimizer = create_optimizer_v2(model, 'adamw', lr=1., weight_decay=0.1, **options)
+    decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
+    return {name for name, parameter in model.named_parameters() if decay[id(parameter)]}
 
 
 def run_forked(function, hook=None, memory=None):
-    """Run a function in a process of its own, and return its exit code: 1 if it raises, negative if a signal ends it.
+    """Run a function in a process of its own, with an audit hook, and so many bytes of memory for it.
 
-    Args:
-        function: Called without arguments; its result is the exit code, None is 0.
-        hook: Audit hook of that process.
-        memory: Bytes that it may reserve beyond those that it starts with.
+    Return the exit code: what the function returns (None is 0), 1 if it raises, negative if a signal ends it.
     """
     def child():
         if memory is not None:

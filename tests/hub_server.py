@@ -120,9 +120,9 @@ class Handler(BaseHTTPRequestHandler):
         self.server.repositories[repo_id] = Repository(private)
         self.answer({'url': url, 'name': repo_id})
 
-    def info(self, repo_id, revision='main'):
+    def info(self, repo_id, revision=None):
         repository = self.repository(repo_id)
-        sha = repository.find(revision)
+        sha = repository.find(revision or 'main')
         self.answer({
             'id': repo_id, 'sha': sha, 'private': repository.private, 'tags': [], 'downloads': 0, 'likes': 0,
             'siblings': [{'rfilename': name} for name in repository.commits[sha]]})
@@ -137,9 +137,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, repo_id, revision):
         self.repository(repo_id, write=not self.query.get('create_pr')).find(revision)
+        files = json.loads(self.body)['files']
         self.answer({'files': [
-            {'path': file['path'], 'shouldIgnore': False, 'uploadMode': 'regular'}
-            for file in json.loads(self.body)['files']]})
+            {'path': file['path'], 'shouldIgnore': False, 'uploadMode': 'regular'} for file in files]})
 
     def commit(self, repo_id, revision):
         create_pr = bool(self.query.get('create_pr'))
@@ -172,9 +172,8 @@ REPO = r'([\w.-]+/[\w.-]+)'
 ROUTES = (
     ('POST', '/api/repos/create', Handler.create),
     ('POST', '/api/validate-yaml', Handler.validate),
-    ('GET', f'/api/models/{REPO}/revision/(.+)', Handler.info),
+    ('GET', f'/api/models/{REPO}(?:/revision/(.+))?', Handler.info),
     ('GET', f'/api/models/{REPO}/tree/(.+)', Handler.tree),
-    ('GET', f'/api/models/{REPO}', Handler.info),
     ('POST', f'/api/models/{REPO}/branch/(.+)', Handler.branch),
     ('POST', f'/api/models/{REPO}/preupload/(.+)', Handler.preupload),
     ('POST', f'/api/models/{REPO}/commit/(.+)', Handler.commit),

@@ -52,27 +52,15 @@ def test_output_and_gradients_are_those_of_the_equations(
     allowed = torch.ones(num_tokens, num_tokens).tril().bool() if kind == 'causal' else torch.rand(
         num_tokens, num_tokens) > 0.5
     added = torch.randn(2, num_heads if kind == 'per head' else 1, num_tokens, num_tokens, dtype=torch.float64)
+    nothing = torch.zeros_like(added)
+    masked = nothing.masked_fill(~allowed, float('-inf'))
     mask, kwargs = {
-        'none': (torch.zeros_like(added), {}),
-        'bool': (torch.zeros_like(added).masked_fill(~allowed, float('-inf')), dict(attn_mask=allowed)),
-        'float': (added, dict(attn_mask=added)),
-        'per head': (added, dict(attn_mask=added)),
-        'causal': (torch.zeros_like(added).masked_fill(~allowed, float('-inf')), dict(is_causal=True)),
-    }[kind]
+        'none': (nothing, {}), 'bool': (masked, dict(attn_mask=allowed)), 'causal': (masked, dict(is_causal=True)),
+        'float': (added, dict(attn_mask=added)), 'per head': (added, dict(attn_mask=added))}[kind]
     results = []
     for y in (attn(x, **kwargs), reference(attn, x, mask)):
         results.append([y, *torch.autograd.grad((y * weights).sum(), list(attn.parameters()))])
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected, atol=1e-10, rtol=1e-10)
-
-
-@pytest.mark.parametrize(('dim', 'head_dim', 'qk_dim'), [
-    (768, None, 64), (192, 200, 64), (768, 96, 32), (192, 48, 32), (192, 16, 16), (12, None, 12)])
-def test_default_width_of_queries_and_keys(dim, head_dim, qk_dim):
-    attn = RelPosAttention(dim, (2, 2), num_heads=3, head_dim=head_dim)
-    assert attn.qk_dim == qk_dim
-    assert attn.qkv.out_features == 3 * (2 * qk_dim + (head_dim or dim))
-    assert attn.proj.in_features == 3 * (head_dim or dim)
+    torch.testing.assert_close(*results, atol=1e-10, rtol=1e-10)
 
 
 @both
@@ -83,16 +71,3 @@ def test_dropout(fused):
     attn = random_attention(8, fused=fused, num_heads=2, proj_drop=1.).train()
     assert not attn(tokens).any()
     assert attn.eval()(tokens).all()
-
-
-def test_used_heads_are_those_that_reach_the_output():
-    attn = random_attention(num_heads=4, head_dim=3)
-    attn.proj.weight.data[:, 3:6] = 0
-    attn.proj.weight.data[:, 9:11] = 0
-    assert attn.used_heads().tolist() == [True, False, True, True]
-
-
-@pytest.mark.parametrize('kwargs', [dict(num_heads=0), dict(head_dim=0), dict(head_dim=-1), dict(qk_dim=0)])
-def test_bad_numbers_are_refused(kwargs):
-    with pytest.raises(ValueError, match='must be positive'):
-        RelPosAttention(12, 2, **kwargs)

@@ -27,18 +27,21 @@ from timm_cmhsa.infer import infer_model
 TINY = dict(img_size=8, patch_size=4, depth=1, num_classes=3, mlp_ratio=1.)
 
 
+@torch.no_grad()
 def assert_same(expected, actual):
     assert not actual.training
     images = images_for(expected)
-    with torch.no_grad():
-        assert max_error(expected.eval()(images), actual(images)) <= 1e-6
+    assert max_error(expected.eval()(images), actual(images)) <= 1e-6
 
 
 def tiny():
     return phase1(**TINY)
 
 
-# What is read
+def write_folder(folder, config, model=None):
+    """Write a model's weights beside a configuration, which is text or goes into JSON."""
+    safetensors.torch.save_file((model or tiny()).state_dict(), folder / 'model.safetensors')
+    (folder / 'config.json').write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
 
 
 @pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_cmhsa_attn'])
@@ -73,9 +76,8 @@ def test_tensors_alone_give_the_shape(
     if stem:
         patch, hidden_chans = 2 ** stem.count('p'), int(stem[-2])
     model = phase1(
-        stem=stem,
-        kernel_size=kernel, patch_size=patch, img_size=patch * grid, hidden_chans=hidden_chans, in_chans=in_chans,
-        num_classes=num_classes, **kwargs)
+        stem=stem, kernel_size=kernel, patch_size=patch, img_size=patch * grid, hidden_chans=hidden_chans,
+        in_chans=in_chans, num_classes=num_classes, **kwargs)
     args = {'img_size': patch * grid}
     if heads is not None:
         model, args = convert_model(model, **heads), {}
@@ -114,11 +116,11 @@ def test_the_ring_of_padding_is_found_in_the_tensors(tmp_path):
 
 def test_a_stem_can_be_left_out_or_added(tmp_path):
     """Models with other first convolutions than those of their names load for images of one channel."""
-    for i, (name, args) in enumerate((
+    for name, args in (
             ('cmhsa_hybrid_attn_32', dict(stem='', hidden_chans=3)),
-            ('cmhsa_attn_patch4_32', dict(stem='6p-8p', hidden_chans=8)))):
-        Checkpoint.of(timm.create_model(name, depth=1, **args)).write(tmp_path / str(i))
-        loaded = timm.create_model(f'local-dir:{tmp_path / str(i)}', pretrained=True, in_chans=1)
+            ('cmhsa_attn_patch4_32', dict(stem='6p-8p', hidden_chans=8))):
+        Checkpoint.of(timm.create_model(name, depth=1, **args)).write(tmp_path / name)
+        loaded = timm.create_model(f'local-dir:{tmp_path}/{name}', pretrained=True, in_chans=1)
         assert loaded.patch_embed(torch.zeros(1, 1, 32, 32)).shape[1] == 64
 
 
@@ -225,9 +227,6 @@ def test_arguments_that_contradict_the_checkpoint_are_refused(tmp_path):
             load_model(tmp_path / 'model', **args)
 
 
-# What is refused
-
-
 def assert_refused(path, message='.', **kwargs):
     with pytest.raises(CheckpointError, match=message) as error:
         load_model(path, **kwargs)
@@ -276,21 +275,19 @@ def test_arguments_that_open_other_files_are_left_out(kind, tmp_path):
     hostile = {
         'pretrained': True, 'checkpoint_path': weights, 'cache_dir': str(tmp_path / 'cache'),
         'pretrained_cfg': {'file': weights}, 'pretrained_cfg_overlay': {'file': weights, 'url': f'file://{weights}'}}
-    model, folder = tiny(), tmp_path / 'model'
-    folder.mkdir()
-    config = {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, **hostile}}
+    model, path = tiny(), tmp_path / 'model' / 'model.safetensors'
+    path.parent.mkdir()
+    name, model_args, tensors = 'test_cmhsa_conv_k3', {**TINY, **hostile}, model.state_dict()
     if kind == 'metadata':
-        path = folder / 'model.safetensors'
-        metadata = {**config, 'model_args': json.dumps(config['model_args'])}
-        safetensors.torch.save_file(model.state_dict(), path, metadata)
+        safetensors.torch.save_file(tensors, path, {'architecture': name, 'model_args': json.dumps(model_args)})
     elif kind == 'config.json':
-        path = folder
-        safetensors.torch.save_file(model.state_dict(), folder / 'model.safetensors')
-        (folder / 'config.json').write_text(json.dumps({**config, 'pretrained_cfg': hostile['pretrained_cfg']}))
+        path = path.parent
+        config = {'architecture': name, 'model_args': model_args, 'pretrained_cfg': hostile['pretrained_cfg']}
+        write_folder(path, config, model)
     else:
-        path = folder / 'last.pth.tar'
-        args = {'model': 'test_cmhsa_conv_k3', 'model_kwargs': config['model_args'], **hostile}
-        torch.save({'state_dict': model.state_dict(), 'args': args}, path)
+        args = {'model': name, 'model_kwargs': model_args, **hostile}
+        torch.save({'state_dict': tensors, 'args': args}, path.with_name('last.pth.tar'))
+        path = path.with_name('last.pth.tar')
     assert_same(model, load_model(path))
     convert_checkpoint(path, tmp_path / 'out')
     assert {entry.name for entry in tmp_path.iterdir()} == {'model', 'weights.pth', 'out'}
@@ -323,7 +320,6 @@ def changed(tensor, name=WEIGHT):
     (changed([1]), 'holds no state dict'),
     (changed(torch.ones(1), 3), 'holds no state dict'),
     (changed(torch.full((48,), float('nan'))), 'norm.weight.* holds NaN'),
-    (changed(torch.full((48,), float('-inf'))), 'norm.weight.* holds NaN'),
     (changed(torch.ones(47)), 'size mismatch for norm.weight'),
     (changed(torch.ones([1] * 3000)), 'does not fit'),
     (changed(torch.ones(1), 'x' * 10 ** 6), 'Unexpected key'),
@@ -356,9 +352,7 @@ def test_tensors_that_are_not_the_models_are_refused(change, message, tmp_path):
     ('fc_norm', 1), ('\ud800', 1),
 ])
 def test_configurations_that_no_model_has_are_refused(name, value, tmp_path):
-    safetensors.torch.save_file(tiny().state_dict(), tmp_path / 'model.safetensors')
-    config = {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, name: value}}
-    (tmp_path / 'config.json').write_text(json.dumps(config))
+    write_folder(tmp_path, {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, name: value}})
     if name in MODEL_ARGS:
         assert_refused(tmp_path)
     else:
@@ -371,8 +365,7 @@ def test_configurations_that_no_model_has_are_refused(name, value, tmp_path):
     b'{"pretrained_cfg": {"input_size": [3, 1e999, 8]}}',
     b'{"pretrained_cfg": {"mean": 3}}'])
 def test_configurations_that_cannot_be_read_are_refused(content, tmp_path):
-    safetensors.torch.save_file(tiny().state_dict(), tmp_path / 'model.safetensors')
-    (tmp_path / 'config.json').write_bytes(content)
+    write_folder(tmp_path, content)
     assert_refused(tmp_path)
 
 
@@ -385,8 +378,8 @@ def test_odd_arguments_of_a_training_do_no_harm(args, tmp_path):
 
 
 def test_paths_that_are_no_checkpoints_are_refused(tmp_path):
-    (tmp_path / 'empty').mkdir()
-    (tmp_path / 'weightless').mkdir()
+    for name in ('empty', 'weightless'):
+        (tmp_path / name).mkdir()
     (tmp_path / 'weightless' / 'config.json').write_text('{}')
     for name, message in (
             ('nothing.pth', 'does not exist'), ('empty', 'config.json cannot be read'),
@@ -400,13 +393,11 @@ def test_paths_that_are_no_checkpoints_are_refused(tmp_path):
 
 def test_a_large_model_in_the_arguments_takes_no_memory(tmp_path):
     """Nothing is allocated before the shapes of the tensors are found to be those of the model."""
-    safetensors.torch.save_file(convert_model(tiny()).state_dict(), tmp_path / 'model.safetensors')
-    config = {'architecture': 'cmhsa_attn', 'model_args': {**TINY, 'num_heads': 10_000, 'head_dim': 1000}}  # 8 GB
-    (tmp_path / 'config.json').write_text(json.dumps(config))
-    assert run_forked(lambda: assert_refused(tmp_path, 'size mismatch'), memory=2 ** 29) == 0
-    config['model_args'] = {'img_size': 4096, 'patch_size': 1}
-    (tmp_path / 'config.json').write_text(json.dumps(config))
-    assert run_forked(lambda: assert_refused(tmp_path, 'exceed the limit of 16384'), memory=2 ** 29) == 0
+    for args, message in (
+            ({**TINY, 'num_heads': 10_000, 'head_dim': 1000}, 'size mismatch'),  # 8 GB
+            ({'img_size': 4096, 'patch_size': 1}, 'exceed the limit of 16384')):
+        write_folder(tmp_path, {'architecture': 'cmhsa_attn', 'model_args': args}, convert_model(tiny()))
+        assert run_forked(partial(assert_refused, tmp_path, message), memory=2 ** 29) == 0
 
 
 def mutated(content, rng):

@@ -8,7 +8,7 @@ import signal
 import pytest
 import timm
 import torch
-from helpers import images_for, max_error, phase1, run_forked
+from helpers import assert_equal, images_for, max_error, phase1, run_forked
 from torch import nn
 
 from timm_cmhsa import CheckpointError, CmhsaAttn, convert_model, load_model
@@ -46,9 +46,6 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-# What is written
-
-
 MODELS = [
     dict(), dict(in_chans=5, hidden_chans=5), dict(img_size=(8, 16), patch_size=(2, 4)), dict(kernel_size=11),
     dict(norm_layer='rmsnorm', act_layer='silu', init_values=0.1, fc_norm=True, global_pool='max', mlp_ratio=1.5),
@@ -71,8 +68,7 @@ def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
     loaded_models = [load_model(tmp_path / name) for name in ('a.safetensors', 'folder')]
     for loaded in (load_model(tmp_path / 'a.pth', **args), *loaded_models, by_timm):
         assert type(loaded) is type(model)
-        assert loaded.state_dict().keys() == model.state_dict().keys()
-        assert all(torch.equal(tensor, loaded.state_dict()[name]) for name, tensor in model.state_dict().items())
+        assert_equal(model.state_dict(), loaded.state_dict())
         assert max_error(model(images), loaded(images)) <= 1e-6
 
 
@@ -80,7 +76,7 @@ def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
     """timm's overrides work on the folder, too."""
     model = convert_model(phase1(depth=2, img_size=16, num_classes=5))
     model.set_input_size((8, 24))
-    model.reset_classifier(3)
+    model.reset_classifier(3, 'max')
     checkpoint = Checkpoint.of(model)
     checkpoint.spec.pretrained_cfg['label_names'] = list('abc')
     checkpoint.write(tmp_path / 'out', card='# A model')
@@ -117,10 +113,7 @@ def test_models_that_cannot_be_described_are_refused(tmp_path):
         Checkpoint.of(model).write(tmp_path / 'pruned')
 
 
-# What is there stays
-
-
-@every_form
+@pytest.mark.parametrize('name', ['out.safetensors', 'out', pytest.param('x' * 251 + '.pth', id='longest')])
 def test_nothing_is_replaced_without_force(name, tmp_path):
     dst = tmp_path / name
     write(dst, 1, force=False)
@@ -168,21 +161,18 @@ def test_destinations_that_cannot_be_written(dst, tmp_path):
     assert os.listdir(tmp_path) == ['x.pth']
 
 
-def test_the_longest_name_can_be_written(tmp_path):
-    write(tmp_path / ('x' * 251 + '.pth'), 1)
-    assert answer(tmp_path / ('x' * 251 + '.pth')) == 1
-
-
-# Failures in the middle
+@pytest.fixture
+def before(name, force, tmp_path):
+    """What is there: a model that is to be replaced, if anything."""
+    if force:
+        write(tmp_path / name, 1)
+    return content(tmp_path)
 
 
 @every_form
 @with_and_without_force
-def test_a_full_disk_leaves_what_was_there(name, force, tmp_path):
+def test_a_full_disk_leaves_what_was_there(name, force, before, tmp_path):
     """A limit on the size of files makes writing fail half-way."""
-    if force:
-        write(tmp_path / name, 1)
-    before = content(tmp_path)
 
     def write_too_much():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -196,9 +186,7 @@ def test_a_full_disk_leaves_what_was_there(name, force, tmp_path):
 
 @every_form
 @with_and_without_force
-def test_a_kill_leaves_what_was_there(name, force, tmp_path):
-    if force:
-        write(tmp_path / name, 1)
+def test_a_kill_leaves_what_was_there(name, force, before, tmp_path):
     hook = before_call('os.rename', 0, lambda: os.kill(os.getpid(), signal.SIGKILL))
     assert run_forked(lambda: write(tmp_path / name, 2, force), hook) == -signal.SIGKILL
     assert not force or answer(tmp_path / name) == 1
@@ -209,12 +197,8 @@ def test_a_kill_leaves_what_was_there(name, force, tmp_path):
 
 @pytest.mark.parametrize(('name', 'force', 'number'), [
     ('out.pth', False, 0), ('out.pth', True, 0), ('out', False, 0), ('out', True, 0), ('out', True, 1)])
-def test_an_interrupt_leaves_what_was_there_and_nothing_else(name, force, number, tmp_path):
+def test_an_interrupt_leaves_what_was_there_and_nothing_else(name, force, number, before, tmp_path):
     """Number 1 is between the two steps of replacing a folder."""
-    if force:
-        write(tmp_path / name, 1)
-    before = content(tmp_path)
-
     def interrupted():
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / name, 2, force)

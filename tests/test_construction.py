@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import max_error
+from helpers import assert_equal, max_error
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from timm.layers import Conv2dSame, StdConv2d, to_2tuple
 from torch import nn
@@ -16,7 +16,6 @@ from timm_cmhsa.rel_pos import exact_sharpness
 
 seeds = st.integers(0, 2 ** 16)
 head_dims = st.sampled_from([None, None, 1, 5, 16, 64])
-both_axes = st.tuples
 
 
 def rewrite_error(conv, patch_size, grid_size, **options):
@@ -33,8 +32,7 @@ def rewrite_error(conv, patch_size, grid_size, **options):
 @st.composite
 def convolutions(draw):
     """A convolution that has an exact rewrite, with a patch size and a grid size that fit it."""
-    patch, grid = draw(both_axes(*[st.integers(1, 6)] * 2)), draw(both_axes(*[st.integers(1, 5)] * 2))
-    kernel, dilation = draw(both_axes(*[st.integers(1, 9)] * 2)), draw(both_axes(*[st.integers(1, 4)] * 2))
+    patch, grid, kernel, dilation = (draw(st.tuples(*[st.integers(1, most)] * 2)) for most in (6, 5, 9, 4))
     stride = tuple(draw(st.sampled_from([s for s in range(1, p + 1) if p % s == 0])) for p in patch)
     padding = 'same'
     if stride != (1, 1):
@@ -129,9 +127,6 @@ def test_output_projection_is_the_impulse_response():
         torch.testing.assert_close(block, response[:, middle - head.offset[0] * grid - head.offset[1]])
 
 
-# Heads
-
-
 @given(kernel_size=st.sampled_from([1, 3, 5, 7, 9]), patch_size=st.integers(1, 5))
 def test_number_of_heads_is_theorem_1s(kernel_size, patch_size):
     attn = conv2d_to_attention(nn.Conv2d(2, 2, kernel_size, padding=kernel_size // 2), patch_size, 9)
@@ -214,15 +209,12 @@ def test_soft_heads_learn_where_to_look_and_hard_heads_cannot():
     assert gradients(attn, tokens, target)['key'] >= 1e-6
 
 
-# Too few heads
-
-
 @st.composite
 def small_convolutions(draw):
     patch, grid = draw(st.sampled_from([((2, 2), (2, 3)), ((1, 2), (3, 3)), ((3, 2), (2, 2)), ((1, 1), (3, 4))]))
     torch.manual_seed(draw(seeds))
     conv = nn.Conv2d(
-        draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(both_axes(*[st.sampled_from([1, 3])] * 2)),
+        draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.tuples(*[st.sampled_from([1, 3])] * 2)),
         padding='same', padding_mode=draw(st.sampled_from(['zeros', 'circular'])), bias=False, dtype=torch.float64)
     return conv, patch, grid
 
@@ -241,7 +233,7 @@ def test_too_few_heads_are_refused_by_numbers_that_suffice(case, head_dim, peak,
         assert conv2d_to_attention(conv, patch, grid, int(number), int(width), peak=peak)
 
 
-# What is refused
+CONV = nn.Conv2d(3, 3, 3, padding=1)
 
 
 @pytest.mark.parametrize(('conv', 'options', 'message'), [
@@ -250,18 +242,14 @@ def test_too_few_heads_are_refused_by_numbers_that_suffice(case, head_dim, peak,
     (nn.Conv2d(3, 3, (3, 5)), {}, r'use padding=\(1, 2\)'),
     (nn.Conv2d(3, 3, 5, dilation=3, padding='valid'), {}, r'use padding=\(6, 6\)'),
     (nn.Conv2d(3, 3, (4, 3), stride=(1, 2), padding=(0, 1)), {}, 'use an odd kernel'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 0}, 'num_heads=0 must be a whole number from 1 to'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 2.5}, 'num_heads=2.5 must be a whole number from 1 to'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'head_dim': 10 ** 20}, 'from 1 to 100000'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'qk_dim': -1}, 'qk_dim=-1 must be a whole number from 1 to'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'num_heads': 10 ** 4, 'head_dim': 10 ** 5}, 'take fewer or thinner ones'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'grid_size': 0}, 'must be positive'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'sharpness': math.nan}, 'sharpness=nan must be above 0'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'rel_pos': 'quadratic'}, "use 'table' or 'padded_table'"),
-    (nn.Conv2d(3, 3, 3, padding=1), {'peak': 1.}, 'peak=1.0 must be a number between 0 and 1'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'peak': 0.5, 'rel_pos': 'table'}, "needs rel_pos='padded_table'"),
-    (nn.Conv2d(3, 3, 3, padding=1), {'peak': 0.04}, 'above 1 / 25'),
-    (nn.Conv2d(3, 3, 3, padding=1), {'peak': 0.04 * (1 + 1e-7)}, 'too close to 1 / 25'),  # it would round to 1e9
+    (CONV, {'num_heads': 2.5}, 'num_heads=2.5 must be a whole number from 1 to'),
+    (CONV, {'head_dim': 10 ** 20}, 'from 1 to 100000'), (CONV, {'qk_dim': -1}, 'qk_dim=-1 must be a whole number'),
+    (CONV, {'num_heads': 10 ** 4, 'head_dim': 10 ** 5}, 'take fewer or thinner ones'),
+    (CONV, {'grid_size': 0}, 'must be positive'), (CONV, {'sharpness': math.nan}, 'sharpness=nan must be above 0'),
+    (CONV, {'rel_pos': 'quadratic'}, "use 'table' or 'padded_table'"),
+    (CONV, {'peak': 1.}, 'peak=1.0 must be a number between 0 and 1'), (CONV, {'peak': 0.04}, 'above 1 / 25'),
+    (CONV, {'peak': 0.5, 'rel_pos': 'table'}, "needs rel_pos='padded_table'"),
+    (CONV, {'peak': 0.04 * (1 + 1e-7)}, 'too close to 1 / 25'),  # it would round to 1e9
     (nn.Conv2d(3, 3, 3, padding=1).half(), {'peak': 0.045}, r'too close to 1 / 25, .* for torch\.float16'),
 ])
 def test_what_has_no_rewrite_is_an_error_that_says_what_has(conv, options, message):
@@ -276,9 +264,7 @@ def test_only_convolutions_are_rewritten():
 
 
 def test_the_default_device_does_not_matter():
-    conv = nn.Conv2d(3, 3, 3, padding=1)
-    expected = conv2d_to_attention(conv, 4, 3, peak=0.75).state_dict()
+    expected = conv2d_to_attention(CONV, 4, 3, peak=0.75).state_dict()
     with torch.device('meta'):
-        actual = conv2d_to_attention(conv, 4, 3, peak=0.75).state_dict()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, actual[name]), name
+        actual = conv2d_to_attention(CONV, 4, 3, peak=0.75).state_dict()
+    assert_equal(expected, actual)

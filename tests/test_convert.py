@@ -4,20 +4,14 @@ import copy
 import pytest
 import timm
 import torch
-from helpers import assert_converts, images_for, max_error, phase1
+from helpers import assert_converts, assert_equal, images_for, max_error, phase1, train
 from hypothesis import given, strategies as st
 from timm.utils import ModelEmaV3, reparameterize_model
 from torch import nn
 
 from timm_cmhsa import CmhsaAttn, CmhsaConv, convert_model, convert_state_dict, verify
 
-SOFT = 'cmhsa_attn_soft'
-
-
-def assert_equal_tensors(expected, actual):
-    assert expected.keys() == actual.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(tensor, actual[name]), name
+SOFT, SOFT_32, WIDE_32 = 'cmhsa_attn_soft', 'cmhsa_attn_soft_patch4_32', 'cmhsa_attn_patch4_32'
 
 
 @given(
@@ -37,7 +31,7 @@ def test_any_model_is_rewritten_exactly(kernel, patch, grid, chans, heads, fc_no
     # from tensors alone, with as many heads, in the model that `model_args` describes
     args = {name: model.model_args()[name] for name in ('patch_size', 'in_chans', 'fc_norm', 'global_pool')}
     tensors = convert_state_dict(model.state_dict(), img_size=model.patch_embed.img_size, **args, **heads)
-    assert_equal_tensors(converted.state_dict(), tensors)
+    assert_equal(converted.state_dict(), tensors)
     again = timm.create_model(converted.pretrained_cfg['architecture'], **converted.model_args(), dtype=torch.float64)
     again.load_state_dict(tensors)
     assert verify(model, again, images_for(model)).max_error <= 1e-12
@@ -72,15 +66,11 @@ def test_wrappers_are_taken_off_and_the_source_stays_as_it_was(wrap):
     model = phase1(depth=2, num_classes=5)
     tensors, random_state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
     converted = assert_converts(wrap(model), images_for(model), num_heads=12)
-    assert_equal_tensors(convert_model(model, num_heads=12).state_dict(), converted.state_dict())
+    assert_equal(convert_model(model, num_heads=12).state_dict(), converted.state_dict())
     assert torch.equal(torch.get_rng_state(), random_state)
     for parameter in converted.parameters():
         nn.init.zeros_(parameter)
-    assert_equal_tensors(tensors, model.state_dict())
-
-
-def test_a_model_that_timm_did_not_create():
-    assert_converts(CmhsaConv(img_size=16, patch_size=4, depth=2, num_classes=5).eval())
+    assert_equal(tensors, model.state_dict())
 
 
 @pytest.mark.parametrize(('size', 'grid'), [(32, 8), (64, 8), (96, 12), (224, 14)])
@@ -91,7 +81,7 @@ def test_hybrids_become_hybrids(size, grid):
     attn = converted.blocks[0].attn
     assert (attn.num_heads, attn.head_dim, attn.qk_dim) == (10, 96, 16)
     assert (attn.rel_pos.name, attn.rel_pos.grid_size) == ('padded_table', (grid, grid))
-    assert_equal_tensors(converted.state_dict(), convert_state_dict(model.state_dict(), img_size=size))
+    assert_equal(converted.state_dict(), convert_state_dict(model.state_dict(), img_size=size))
     for each in (model, converted):
         each.set_input_size((64, 48))
     assert verify(model, converted, images_for(model)).max_error <= 1e-12
@@ -106,26 +96,19 @@ def test_any_stem_is_kept_and_known_by_its_tensors(stem, kernel, heads, seed):
         seed=seed, img_size=12, kernel_size=kernel, stem=stem, patch_size=patch_size, hidden_chans=hidden_chans,
         in_chans=2, depth=2, mlp_layer='depthwise', num_classes=5, dtype=torch.float64)
     converted = assert_converts(model, tolerance=1e-12, **heads)
-    tensors = convert_state_dict(model.state_dict(), img_size=12, **heads)
-    assert_equal_tensors(converted.state_dict(), tensors)
-
-
-# Heads
+    assert_equal(converted.state_dict(), convert_state_dict(model.state_dict(), img_size=12, **heads))
 
 
 @pytest.mark.parametrize(('hidden_chans', 'options', 'architecture', 'num_heads', 'head_dim', 'rel_pos', 'peak'), [
-    (12, {}, 'cmhsa_attn_patch4_32', 9, 192, 'table', 1),
-    (12, {'peak': 0.6}, 'cmhsa_attn_soft_patch4_32', 20, 48, 'padded_table', 0.6),
-    (12, {'architecture': 'cmhsa_attn_soft_patch4_32'}, 'cmhsa_attn_soft_patch4_32', 20, 48, 'padded_table', 0.75),
-    (12, {'architecture': 'cmhsa_attn_soft_patch4_32', 'peak': 0.5}, 'cmhsa_attn_soft_patch4_32', 20, 48,
-     'padded_table', 0.5),
-    (12, {'architecture': 'cmhsa_attn_soft_patch4_32', 'rel_pos': 'table'}, 'cmhsa_attn_soft_patch4_32', 20, 48,
-     'table', 1),
-    (12, {'architecture': 'cmhsa_attn_patch4_32', 'rel_pos': 'padded_table'}, 'cmhsa_attn_patch4_32', 9, 192,
-     'padded_table', 1),
-    (12, {'architecture': 'cmhsa_attn_patch4_32', 'peak': 0.5}, 'cmhsa_attn_patch4_32', 10, 192, 'padded_table', 0.5),
-    (12, {'num_heads': 30, 'head_dim': 60, 'qk_dim': 8}, 'cmhsa_attn_patch4_32', 30, 60, 'table', 1),
-    (12, {'head_dim': 96}, 'cmhsa_attn_patch4_32', 10, 96, 'table', 1),
+    (12, {}, WIDE_32, 9, 192, 'table', 1),
+    (12, {'peak': 0.6}, SOFT_32, 20, 48, 'padded_table', 0.6),
+    (12, {'architecture': SOFT_32}, SOFT_32, 20, 48, 'padded_table', 0.75),
+    (12, {'architecture': SOFT_32, 'peak': 0.5}, SOFT_32, 20, 48, 'padded_table', 0.5),
+    (12, {'architecture': SOFT_32, 'rel_pos': 'table'}, SOFT_32, 20, 48, 'table', 1),
+    (12, {'architecture': WIDE_32, 'rel_pos': 'padded_table'}, WIDE_32, 9, 192, 'padded_table', 1),
+    (12, {'architecture': WIDE_32, 'peak': 0.5}, WIDE_32, 10, 192, 'padded_table', 0.5),
+    (12, {'num_heads': 30, 'head_dim': 60, 'qk_dim': 8}, WIDE_32, 30, 60, 'table', 1),
+    (12, {'head_dim': 96}, WIDE_32, 10, 96, 'table', 1),
     (3, {}, 'cmhsa_attn', 9, 48, 'table', 1),  # never a model for tests
     (3, {'architecture': 'test_cmhsa_attn'}, 'test_cmhsa_attn', 9, 48, 'table', 1),
     (3, {'architecture': SOFT}, SOFT, 10, 48, 'padded_table', 0.75),
@@ -165,20 +148,13 @@ def test_hard_heads_stay_where_they_are_and_soft_heads_move(peak):
     """Under Adam, biases, queries and keys of soft heads move as far as values, those of hard heads hardly at all."""
     model = convert_model(phase1(img_size=16, depth=2, num_classes=3).train(), peak=peak)
     start, images, labels = copy.deepcopy(model), torch.randn(8, 3, 16, 16), torch.arange(8) % 3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
-    for _ in range(10):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+    train(model, images, labels, 10, lr=1e-3, weight_decay=0)
     moves = {name: (parameter - start.get_parameter(name)).abs() for name, parameter in model.named_parameters()}
     for i, block in enumerate(model.blocks):
         query, key, value = (part.max() for part in moves[f'blocks.{i}.attn.qkv.weight'].split(block.attn.widths))
         biases = [move.max() for name, move in moves.items() if name.startswith(f'blocks.{i}.attn.rel_pos')]
         for moved in (query, key, *biases):
             assert moved >= 0.5 * value if peak else moved <= 0.1 * value
-
-
-# What is refused
 
 
 @pytest.mark.parametrize(('options', 'message'), [
@@ -235,9 +211,6 @@ def test_other_changes_by_hand_are_refused(change):
         convert_model(model)
 
 
-# What is measured
-
-
 def test_verification_finds_what_differs():
     model = phase1(depth=2, num_classes=5)
     images, converted = images_for(model, 12), convert_model(model)
@@ -292,8 +265,8 @@ def test_compiled_models_are_compared_layer_by_layer():
     assert verify(model, converted, images) == expected
 
 
-def test_verification_of_a_model_for_inference():
-    model = phase1(depth=2)
+def test_verification_of_a_model_for_inference_that_timm_did_not_create():
+    model = CmhsaConv(img_size=16, patch_size=4, depth=2, num_classes=5).eval()
     report = verify(model, reparameterize_model(convert_model(model)), images_for(model))
     assert report.max_error <= 1e-5
     assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {(None, None)}

@@ -8,10 +8,10 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy as np
 import pytest
 import timm
 import torch
+from helpers import write_image
 from PIL import Image
 from selenium.webdriver.common.by import By
 from test_explorer import check_shown, colors, peaked, point_at, wait
@@ -42,8 +42,7 @@ def folder(tmp_path_factory):
     save_for_hub(timm.create_model('test_cmhsa_conv_k3', img_size=32), folder / 'phase1')
     save_for_hub(timm.create_model('test_cmhsa_attn', img_size=32), folder / 'other')
     for i in range(4):
-        pixels = np.random.RandomState(i).randint(0, 256, (90, 120, 3), dtype=np.uint8)
-        Image.fromarray(pixels).save(folder / f'{i}.png')
+        write_image(folder / f'{i}.png', seed=i, size=(120, 90))
     (folder / 'broken.png').write_bytes(b'no image')
     Image.new('1', (14_000, 14_000)).save(folder / 'huge.png')
     os.truncate(folder / 'huge.png', 100)  # whoever decodes it complains about that
@@ -102,14 +101,12 @@ def test_other_files_of_the_server_are_not_read(folder, url):
 
 
 @pytest.mark.parametrize(('arguments', 'message'), [
-    (['{0}/none'], 'none does not exist'),
-    (['{0}/0.png'], 'is not a checkpoint'),
-    (['{0}/phase1'], 'has no attention that can be drawn'),
-    (['{0}/after', '--before', '{0}/other'], 'The models have different image sizes'),
-])
-def test_errors_are_one_line(folder, arguments, message):
+    ('none', 'none does not exist'), ('0.png', 'is not a checkpoint'), ('phase1', 'has no attention that can be drawn'),
+    ('after --before other', 'The models have different image sizes')])
+def test_errors_are_one_line(folder, arguments, message, monkeypatch):
+    monkeypatch.chdir(folder)
     with pytest.raises(SystemExit) as e:
-        demo.main([argument.format(folder) for argument in arguments])
+        demo.main(arguments.split())
     assert message in e.value.code
     assert '\n' not in e.value.code
 

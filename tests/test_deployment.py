@@ -49,8 +49,8 @@ def test_torchscript_and_fx(form, fused):
     outputs = create_feature_extractor(model, {'blocks.1': 'block', 'head': 'logits'})(images)
     torch.testing.assert_close(outputs['logits'], expected)
     torch.testing.assert_close(outputs['block'], model.blocks(model.patch_embed(images)))
-    torch.testing.assert_close(torch.fx.symbolic_trace(model.blocks[0])(outputs['block']),
-                               model.blocks[0](outputs['block']))
+    block = model.blocks[0]
+    torch.testing.assert_close(torch.fx.symbolic_trace(block)(outputs['block']), block(outputs['block']))
 
 
 @pytest.mark.parametrize(('form', 'backend'), [
@@ -63,13 +63,10 @@ def test_compile_without_graph_breaks(form, backend):
     compiled = torch.compile(model, fullgraph=True, backend=backend)
     with torch.no_grad():
         torch.testing.assert_close(compiled(images), model(images), atol=1e-4, rtol=1e-4)
-    results = []
-    for each in (compiled, model):
-        each.train()
-        learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        results.append(torch.autograd.grad(each(images).square().mean(), learned))
-    for actual, expected in zip(*results):
-        torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
+    learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    actual, expected = (
+        torch.autograd.grad(each.train()(images).square().mean(), learned) for each in (compiled, model))
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-3)
 
 
 @all_forms

@@ -8,14 +8,13 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import timm
 import torch
-from helpers import run_python
+from helpers import run, run_python
 from PIL import Image
 
 import timm_cmhsa
@@ -143,9 +142,11 @@ def test_what_a_page_shows_runs(page, workplace, hub):
 
 
 @pytest.mark.parametrize('page', PAGES)
-def test_scripts_and_options_that_a_page_names_are_there(page, monkeypatch, capsys):
+def test_files_and_options_that_a_page_names_are_there(page, monkeypatch, capsys):
     """Other tests run the scripts."""
     for words in commands(PAGES[page]):
+        files = (word for word in words if re.match(r'(examples|experiments|benchmarks|tests)/', word))
+        assert all((ROOT / file).exists() for file in files), words
         words = [word for word in words if not re.match(r'[A-Z]+=', word)]
         words = words[:words.index('--')] if '--' in words else words
         if words[:1] == ['python'] and words[1].startswith('examples/demo/'):
@@ -166,12 +167,6 @@ def help_text(script, monkeypatch, capsys):
         patch.syspath_prepend(script.parent)
         runpy.run_path(str(script), run_name='__main__')
     return capsys.readouterr().out
-
-
-@pytest.mark.parametrize('page', PAGES)
-def test_files_of_shell_commands_are_there(page):
-    words = [word for words in commands(PAGES[page]) for word in words]
-    assert all((ROOT / word).exists() for word in words if re.match(r'(examples|experiments|benchmarks|tests)/', word))
 
 
 # timm's own scripts
@@ -205,15 +200,11 @@ def test_training_on_own_images(heading, tmp_path):
     (tmp_path / 'pytorch-image-models').symlink_to(Path(CLONE).resolve())
     env = {**os.environ, 'PATH': f'{Path(sys.executable).parent}{os.pathsep}{os.environ["PATH"]}'}
 
-    def run(*words):
-        done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, f'{words}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}'
-
-    run('python', 'examples/digits.py', 'DIR', '--num-train', '160')
+    run('python', 'examples/digits.py', 'DIR', '--num-train', '160', cwd=tmp_path, env=env)
     for words in commands(text):
         last = ['--device', 'cpu', '--workers', '1'] if 'pytorch-image-models' in ' '.join(words) else []
         if 'pytorch-image-models/train.py' in words:
             last += ['--epochs', '1', '--warmup-epochs', '0', '--batch-size', '32']
             last += [] if '--model' in words else ['--model', 'test_cmhsa_conv_k3']
-        run(*words, *last)
+        run(*words, *last, cwd=tmp_path, env=env)
     assert len(list(tmp_path.glob('output/train/*/model_best.pth.tar'))) == 2

@@ -77,10 +77,13 @@ def test_stored_weights_are_right_to_half_a_step_of_the_largest(shown, path):
             torch.testing.assert_close(zero_key, maps.zero_key[image])
 
 
-def test_heads_that_look_at_nothing_stay_dark():
-    model, images = uneven(), torch.randn(1, 3, 24, 32)
+def test_heads_that_look_at_nothing_stay_dark_and_attention_by_position_alone_is_stored_once():
+    model = uneven()
     torch.nn.init.constant_(model.blocks[0].attn.rel_pos.zero_key_bias, 60.)
-    stored = page_data(explorer_html(model, images))['layers'][0]['maps'][0]
+    torch.nn.init.zeros_(model.blocks[0].attn.qkv.weight)
+    layers = page_data(explorer_html(model, torch.randn(3, 3, 24, 32)))['layers']
+    assert [len(layer['maps']) for layer in layers] == [1, 3, 3]
+    stored, = layers[0]['maps']
     assert (decode(stored['scale'], '<f4', 4, 48) == torch.tensor(1 / 48)).all()
     assert decode(stored['weights'], 'u1', 4, 48, 48).max() == 0
 
@@ -92,14 +95,6 @@ def test_images_are_inlined(shown, path):
     for image, pixels in zip(data['images'], to_pixels(images, model)):
         shown_image = Image.open(io.BytesIO(base64.b64decode(image['png'])))
         np.testing.assert_array_equal(np.asarray(shown_image), pixels)
-
-
-def test_attention_by_position_alone_is_stored_once():
-    images = torch.randn(3, 3, 24, 32)
-    model = timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=2)
-    torch.nn.init.zeros_(model.blocks[0].attn.qkv.weight)
-    layers = page_data(explorer_html(model, images))['layers']
-    assert [len(layer['maps']) for layer in layers] == [1, 3]
 
 
 @pytest.fixture

@@ -4,14 +4,11 @@ import re
 import pytest
 import timm
 import torch
-from helpers import images_for, max_error, phase1
+from helpers import assert_equal, decayed, images_for, max_error, phase1
 from timm.data import resolve_model_data_config
-from timm.layers import set_fused_attn
-from timm.models import group_parameters, save_for_hf
+from timm.models import group_parameters
 from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models.vision_transformer import Block
-from timm.optim import create_optimizer_v2
-from timm.utils import AttentionExtract
 from torch import nn
 
 import timm_cmhsa
@@ -37,22 +34,19 @@ def random_model(name, **kwargs):
 
 def assert_same(actual, expected):
     """The same function, of all that a checkpoint holds."""
-    assert actual.state_dict().keys() == expected.state_dict().keys()
-    for name, tensor in expected.state_dict().items():
-        assert torch.equal(actual.state_dict()[name], tensor), name
+    assert_equal(expected.state_dict(), actual.state_dict())
     images = images_for(expected)
     torch.testing.assert_close(actual.eval()(images), expected.eval()(images))
 
 
 def test_registered_models():
-    names = [f'cmhsa_{kind}{size}' for kind in ('attn', 'attn_soft', 'conv_k3', 'conv_k5')
-             for size in ('', '_patch4_32')]
-    names += [f'cmhsa_hybrid_{kind}_{size}' for kind in ('attn', 'conv') for size in (32, 64, 96, 224)]
-    assert sorted(timm.list_models('cmhsa*')) == sorted(names)
-    assert set(names) <= set(timm.list_models(module="models"))
+    kinds = 'attn', 'attn_soft', 'conv_k3', 'conv_k5'
+    names = {f'cmhsa_{kind}{size}' for kind in kinds for size in ('', '_patch4_32')}
+    names |= {f'cmhsa_hybrid_{kind}_{size}' for kind in ('attn', 'conv') for size in (32, 64, 96, 224)}
+    assert {*timm.list_models('cmhsa*')} == names
+    assert names <= {*timm.list_models(module='models')}
     for name in names:
-        cls = CmhsaAttn if 'attn' in name else CmhsaConv
-        assert type(timm.create_model(name, device='meta')) is cls
+        assert type(timm.create_model(name, device='meta')) is (CmhsaAttn if 'attn' in name else CmhsaConv)
 
 
 @pytest.mark.parametrize(('name', 'other', 'remedy'), [
@@ -114,11 +108,13 @@ def test_a_model_is_patches_then_blocks_then_norm_pool_and_head(name, kwargs):
 
 @both_phases
 def test_the_patch_projection_starts_as_a_reshape(name):
-    model = timm.create_model(name, img_size=(8, 12), patch_size=(2, 4), in_chans=2, hidden_chans=2)
+    """Phase 1's is fixed, and phase 2's starts like it. Channels beyond those of the image are zero."""
+    model = timm.create_model(name, img_size=(8, 12), patch_size=(2, 4), in_chans=2, hidden_chans=3)
     images = images_for(model)
-    assert torch.equal(model.patch_embed(images), patchify(images, (2, 4)))
+    expected = patchify(nn.functional.pad(images, (0, 0, 0, 0, 0, 1)), (2, 4))
+    assert torch.equal(model.patch_embed(images), expected)
     model.init_weights()
-    assert torch.equal(model.patch_embed(images), patchify(images, (2, 4)))
+    assert torch.equal(model.patch_embed(images), expected)
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [
@@ -127,14 +123,11 @@ def test_the_patch_projection_starts_as_a_reshape(name):
         dict(num_classes=0), dict(mlp_ratio=1.5, init_values=0.1), dict(global_pool=''), dict(global_pool='map'),
         dict(fc_norm=True, act_layer='silu', norm_layer='rmsnorm'),
         dict(drop_rate=0.1, drop_path_rate=0.1, proj_drop_rate=0.1, attn_drop_rate=0.1))),
-    (CONV, dict(kernel_size=(3, 7))),
-    (CONV, dict(stem='8-12-16p', patch_size=2, hidden_chans=16)),
+    (CONV, dict(kernel_size=(3, 7))), (CONV, dict(stem='8-12-16p', patch_size=2, hidden_chans=16)),
     (CONV, dict(HYBRID, in_chans=60, act_layer='relu', mlp_ratio=1.5, proj_drop_rate=0.1)),
-    (CONV, dict(mlp_layer='depthwise', hidden_chans=5)),
-    (ATTN, dict(HYBRID, mlp_layer='mlp', img_size=(8, 24))),
-    (ATTN, dict(HYBRID, num_heads=2, head_dim=5)),
+    (CONV, dict(mlp_layer='depthwise', hidden_chans=5)), (ATTN, dict(HYBRID, mlp_layer='mlp', img_size=(8, 24))),
+    (ATTN, dict(HYBRID, num_heads=2, head_dim=5)), (ATTN, dict(THIN, padding=(2, 1))),
     (ATTN, dict(num_heads=4, head_dim=8, qk_dim=3, qkv_bias=False)),
-    (ATTN, dict(THIN, padding=(2, 1))),
 ])
 def test_arguments(name, kwargs):
     model = timm.create_model(name, **dict(dict(img_size=16, depth=2, num_classes=5), **kwargs))
@@ -153,24 +146,18 @@ def test_arguments(name, kwargs):
 
 @pytest.mark.parametrize(('name', 'kwargs', 'message'), [
     (CONV, dict(img_size=33), 'img_size=33 is not divisible by patch_size=4: use a multiple'),
-    (CONV, dict(img_size=(32, 30)), 'not divisible'),
-    (CONV, dict(img_size=2), 'not divisible'),
-    (CONV, dict(img_size=32.), 'one or two whole numbers'),
-    (CONV, dict(patch_size=0), 'not divisible'),
-    (CONV, dict(in_chans=4), 'set hidden_chans to 4 or more'),
-    (CONV, dict(in_chans=0), 'must be positive'),
-    (CONV, dict(depth=0), 'must be positive'),
+    (CONV, dict(img_size=32.), 'one or two whole numbers'), (CONV, dict(patch_size=0), 'not divisible'),
+    (CONV, dict(img_size=(32, 30)), 'not divisible'), (CONV, dict(in_chans=4), 'set hidden_chans to 4 or more'),
+    (CONV, dict(stem='', in_chans=5), 'set hidden_chans to 5 or more'),
+    *((CONV, {name: 0}, 'must be positive') for name in ('in_chans', 'depth')),
+    *((ATTN, {name: value}, 'must be positive') for name, value in (('num_heads', 0), ('head_dim', 0), ('qk_dim', -1))),
     (CONV, dict(kernel_size=4), 'use an odd size such as 3 or 5'),
     (CONV, dict(global_pool='token'), "needs a class token, which these models do not have: use 'avg'"),
     (CONV, dict(stem='8p-16p', patch_size=2, hidden_chans=16), 'use hidden_chans=16 and patch_size=4'),
     (CONV, dict(stem='8p-16p'), 'use hidden_chans=16 and patch_size=4'),
-    (CONV, dict(stem='0p'), "such as '24-48p-96p'"),
+    (CONV, dict(stem='0p'), "such as '24-48p-96p'"), (CONV, dict(stem=8), "such as '24-48p-96p'"),
     (CONV, dict(stem='8p-8'), 'where p pools by 2, as the last must'),
-    (CONV, dict(stem=8), "such as '24-48p-96p'"),
-    (CONV, dict(stem='', in_chans=5), 'set hidden_chans to 5 or more'),
     (CONV, dict(mlp_layer='glu'), 'must be one of mlp, depthwise'),
-    (ATTN, dict(num_heads=0), 'must be positive'),
-    (ATTN, dict(qk_dim=-1), 'must be positive'),
 ])
 def test_bad_arguments_say_what_to_change(name, kwargs, message):
     with pytest.raises(ValueError, match=message):
@@ -221,11 +208,8 @@ def test_layer_decay_groups_follow_the_depth(name):
 @all_models
 def test_biases_of_attention_are_not_decayed(name, kwargs):
     model = timm.create_model(name, **kwargs)
-    optimizer = create_optimizer_v2(model, 'adamw', lr=1., weight_decay=0.1)
-    decay = {id(p): group['weight_decay'] for group in optimizer.param_groups for p in group['params']}
-    for name, parameter in model.named_parameters():
-        decayed = name.endswith('.weight') and parameter.dim() > 1
-        assert decay[id(parameter)] == (0.1 if decayed else 0.), name
+    assert decayed(model) == {
+        name for name, parameter in model.named_parameters() if name.endswith('.weight') and parameter.dim() > 1}
 
 
 @pytest.mark.parametrize('options', [{}, dict(rel_pos='padded_table'), dict(peak=0.75), dict(peak=0.6, head_dim=24)])
@@ -256,12 +240,6 @@ def test_bad_image_sizes_leave_the_model_as_it_was(name, kwargs):
     assert torch.equal(model(images), expected)
 
 
-def test_weights_of_a_stem_fit_other_channels(tmp_path):
-    Checkpoint.of(random_model(CONV, depth=1, **HYBRID)).write(tmp_path / 'model')
-    gray = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True, in_chans=1)
-    assert gray(images_for(gray)).shape == (2, 1000)
-
-
 def test_pretrained_weights_fit_other_channels_and_classes(tmp_path):
     source = random_model(ATTN, num_classes=5, depth=1)
     torch.save(source.state_dict(), tmp_path / 'weights.pth')
@@ -284,7 +262,7 @@ def test_weights_of_another_image_size_load(kwargs, source_size, size, tmp_path)
     kwargs = dict(kwargs, depth=1, num_classes=5)
     same = timm.create_model(ATTN, img_size=source_size, checkpoint_path=str(tmp_path / 'weights.pth'), **kwargs)
     assert_same(same, source)
-    same = timm.create_model(f'local-dir:{tmp_path / "model"}', pretrained=True)
+    same = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True)
     assert_same(same, source)
     assert tuple(resolve_model_data_config(same)['input_size'][1:]) == source.patch_embed.img_size
     overlay = dict(file=str(tmp_path / 'weights.pth'), num_classes=5)
@@ -303,30 +281,9 @@ def test_the_configuration_gives_the_image_size(name):
 
 
 @all_models
-def test_saved_by_timm_after_changes(name, kwargs, tmp_path):
-    model = random_model(name, **kwargs)
-    model.set_input_size((16, 48))
-    model.reset_classifier(5, 'max')
-    args = {key: value for key, value in model.model_args().items() if value is not None}
-    save_for_hf(model, str(tmp_path), safe_serialization=True, model_args=args)
-    assert_same(timm.create_model(f'local-dir:{tmp_path}', pretrained=True), model)
-
-
-@all_models
 def test_creation_without_memory(name, kwargs):
     expected = random_model(name, **kwargs)
     model = timm.create_model(name, device='meta', **kwargs).to_empty(device='cpu')
     reinit_non_persistent_buffers(model)
     model.load_state_dict(expected.state_dict())
     assert_same(model, expected)
-
-
-@pytest.mark.parametrize('kwargs', [{}, THIN])
-def test_attention_maps_by_timms_extractor(kwargs):
-    set_fused_attn(False)
-    model = timm.create_model(ATTN, **kwargs)
-    maps = AttentionExtract(model, method='fx')(images_for(model))
-    assert len(maps) == 4
-    for attention in maps.values():
-        assert attention.shape == (2, kwargs.get('num_heads', 9), 64, 65)
-        torch.testing.assert_close(attention.sum(dim=-1), torch.ones(attention.shape[:-1]))

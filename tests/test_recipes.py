@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 import timm_cmhsa  # noqa: F401  registers the models
 
 EXAMPLES = Path(__file__).parents[1] / 'examples'
-RECIPES = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob('cifar100/*.yaml')}
-CIFAR10 = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob('cifar10/*.yaml')}
-OWN = {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob('imagefolder/*.yaml')}
+RECIPES, CIFAR10, OWN = (
+    {path.stem: yaml.safe_load(path.read_text()) for path in EXAMPLES.glob(f'{folder}/*.yaml')}
+    for folder in ('cifar100', 'cifar10', 'imagefolder'))
 DEIT = dict(
     aa='rand-m9-mstd0.5-inc1', color_jitter=0.3, train_interpolation='bicubic', aug_repeats=3, mixup=0.8, cutmix=1.0,
     mixup_prob=1.0, mixup_switch_prob=0.5, smoothing=0.1, reprob=0.25, remode='pixel', recount=1, drop_path=0.1,

@@ -1,23 +1,15 @@
 """What is released: a wheel that works without this repository, and one version everywhere."""
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from helpers import run, run_python
 
 from timm_cmhsa import __version__
 
 ROOT = Path(__file__).parents[1]
-
-
-def run(*command, cwd, **env):
-    done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env={**os.environ, **env}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 USE = '''
@@ -33,24 +25,24 @@ def test_the_wheel_works_without_this_repository(tmp_path):
     pytest.importorskip('twine')
     source, site = tmp_path / 'source', tmp_path / 'site'
     run('git', 'clone', '-q', ROOT, source, cwd=tmp_path)
-    run(sys.executable, '-m', 'build', '--no-isolation', '--outdir', 'dist', source, cwd=tmp_path)  # wheel from sdist
+    run_python('-m', 'build', '--no-isolation', '--outdir', 'dist', source, cwd=tmp_path)  # wheel from sdist
     wheel, sdist = sorted((tmp_path / 'dist').iterdir())
     assert (wheel.suffix, sdist.suffix) == ('.whl', '.gz')
-    run(sys.executable, '-m', 'twine', 'check', '--strict', wheel, sdist, cwd=tmp_path)
-    run(sys.executable, '-m', 'pip', 'install', '-q', '--no-deps', '--no-index', '--target', site, wheel, cwd=tmp_path)
+    run_python('-m', 'twine', 'check', '--strict', wheel, sdist, cwd=tmp_path)
+    run_python('-m', 'pip', 'install', '-q', '--no-deps', '--no-index', '--target', site, wheel, cwd=tmp_path)
 
     (tmp_path / 'use.py').write_text(USE)
-    path = dict(PYTHONPATH=str(site))
-    run(sys.executable, '-m', 'timm_cmhsa', 'use.py', site, cwd=tmp_path, **path)
-    run(site / 'bin' / 'convert_checkpoint', 'phase1', 'phase2', cwd=tmp_path, **path)
-    run(site / 'bin' / 'plot_attention', 'phase2', '--output', 'pictures', '--html', cwd=tmp_path, **path)
+    where = dict(cwd=tmp_path, env={**os.environ, 'PYTHONPATH': str(site)})
+    run_python('-m', 'timm_cmhsa', 'use.py', site, **where)
+    run(site / 'bin' / 'convert_checkpoint', 'phase1', 'phase2', **where)
+    run(site / 'bin' / 'plot_attention', 'phase2', '--output', 'pictures', '--html', **where)
     assert {'.png', '.html'} <= {file.suffix for file in (tmp_path / 'pictures').iterdir()}
 
 
 def test_a_folder_of_its_name_does_not_hide_it(tmp_path):
     """Such as the clone that it was installed from, seen from the folder above."""
     (tmp_path / 'timm_cmhsa').mkdir()
-    run(sys.executable, '-c', 'import timm_cmhsa; timm_cmhsa.convert_model', cwd=tmp_path)
+    run_python('-c', 'import timm_cmhsa; timm_cmhsa.convert_model', cwd=tmp_path)
 
 
 def test_one_version():
@@ -63,7 +55,5 @@ def test_one_version():
 def test_a_tag_of_another_version_is_not_released(tag, status):
     workflow = yaml.safe_load((ROOT / '.github/workflows/release.yml').read_text(encoding='utf-8'))
     check = next(step for step in workflow['jobs']['build']['steps'] if 'tag' in step.get('name', ''))
-    done = subprocess.run(
-        ['bash', '-ec', check['run']], cwd=ROOT, env={**os.environ, 'GITHUB_REF_NAME': tag}, capture_output=True,
-        text=True)
-    assert (done.returncode, 'says' in done.stdout) == (status, status == 1)
+    done = run('bash', '-ec', check['run'], code=status, cwd=ROOT, env={**os.environ, 'GITHUB_REF_NAME': tag})
+    assert ('says' in done.stdout) == (status == 1)
