@@ -1,8 +1,9 @@
-"""What only a GPU can show, within ten minutes: python benchmarks/gpu.py [FOLDER]
+"""What only a GPU can show, within 40 minutes: python benchmarks/gpu.py [FOLDER] --data-dir CIFAR10
 
-Runs the tests of tests/test_cuda.py, then benchmarks/speed.py in bfloat16, then the same compiled. Writes report.md,
-logs and JSON into the folder, after each part. A part that fails or takes too long does not stop the next, and time
-that it leaves is the next one's. Speed goes on from what a stopped run of the same folder has measured.
+Runs the tests of tests/test_cuda.py, then benchmarks/speed.py in bfloat16, then the same compiled, then rows of
+experiments/hybrid_phase2.py with all images of --data-dir: is attention worth its time there? Writes report.md, logs
+and JSON into the folder, after each part. A part that fails or takes too long does not stop the next, and time that it
+leaves is the next one's. The same command goes on where it was stopped, with the parts that have not passed.
 """
 import argparse
 import contextlib
@@ -17,6 +18,11 @@ from typing import List
 
 import timm
 import torch
+
+ROWS = (  # of experiments/hybrid_phase2.py, the most telling first
+    'phase 1 alone', 'heads beside on a tenth of the width', 'last block, switch 0.4', 'all blocks, switch 0.4',
+    '16 x 16 tokens, phase 1 alone', '16 x 16 tokens, last block', 'raw patches, phase 1 alone',
+    'raw patches, all blocks')
 
 if not hasattr(timm.layers, 'resolve_self_attn_mask'):
     sys.exit(f'timm {timm.__version__} is too old: carry 1.0.26 or later along, and name its folder in PYTHONPATH.')
@@ -35,7 +41,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add('folder', type=Path, nargs='?', default=HERE / 'gpu', help='of what it writes (default: %(default)s)')
-    add('--minutes', type=float, default=9.5, help='whole time (default: %(default)s)')
+    add('--data-dir', type=Path, help='CIFAR-10, for the trainings: train/CLASS/* and validation/CLASS/*')
+    add('--minutes', type=float, default=40, help='whole time (default: %(default)s)')
     add('--quick', action='store_true', help='the smallest form of everything, on a CPU too: is this script in order?')
     args = parser.parse_args()
     if not (torch.cuda.is_available() or args.quick):
@@ -47,24 +54,36 @@ def main() -> None:
     tests = [sys.executable, '-m', 'pytest', '-v', '--tb=short', '--durations=5', '--noconftest', '-p',
              'no:cacheprovider', str(ROOT / 'tests' / 'test_cuda.py')]
     measure = [sys.executable, str(HERE / 'speed.py'), '--amp', '--folder', str(args.folder)]
+    train = [sys.executable, str(ROOT / 'experiments' / 'hybrid_phase2.py'), '--seeds', '1', '--workers', '1',
+             '--data-dir', str(args.data_dir), '--output', str(args.folder / 'trainings')]
+    full = ['--images', '49000', '--epochs', '200', '--same-epochs', '--opt', 'muon', '--lr', '0.05', '--batch-size',
+            '512']
     parts = {  # by title, with the share of the whole time by which they end
-        'Tests': (0.4, tests),
-        'Speed': (0.75, measure),
-        'Speed, compiled': (1., [*measure, '--compile', '--rounds', '1', '--models', *COMPILED])}
+        'Tests': (0.15, tests),
+        'Speed': (0.25, measure),
+        'Speed, compiled': (0.4, [*measure, '--compile', '--rounds', '1', '--models', *COMPILED])}
+    trainings = {row: (0.4 + 0.6 * (i + 1) / len(ROWS), [*train, *full, '--rows', row]) for i, row in enumerate(ROWS)}
     if args.quick:
         small = ['--device', device, '--batch-size', '1', '--steps', '1', '--rounds', '1', '--models', 'cmhsa_conv_k3']
         parts = {'Tests': (0.4, [*tests, '-k', 'rewrite_is_exact']), 'Speed': (0.75, [*measure, *small])}
-    report, failed = ['# On a GPU'], []
+        trainings = {ROWS[1]: (1., [*train, '--quick', '--rows', ROWS[1]])}
+    if args.data_dir:
+        parts.update(trainings)
+    memory = args.folder / 'status.json'
+    statuses = json.loads(memory.read_text()) if memory.exists() else {}
+    report = ['# On a GPU']
     for title, (until, command) in parts.items():
         log = args.folder / f'{title}.txt'
-        status = run(command, start + 60 * args.minutes * until - time.monotonic(), log, device)
-        failed += [title] * (status != 'passed')
-        report += [f'## {title}: {status}', '\n'.join(['```', *log.read_text().splitlines()[-40:], '```'])]
+        if statuses.get(title) != 'passed':
+            statuses[title] = run(command, start + 60 * args.minutes * until - time.monotonic(), log, device)
+            memory.write_text(json.dumps(statuses))
+        report += [f'## {title}: {statuses[title]}', '\n'.join(['```', *log.read_text().splitlines()[-40:], '```'])]
         tables = [speed.table(json.loads(path.read_text())) for path in sorted(args.folder.glob('*bfloat16*.json'))]
         (args.folder / 'report.md').write_text('\n\n'.join([*report, *tables]))
     print((args.folder / 'report.md').read_text())
+    failed = ', '.join(title for title, status in statuses.items() if status != 'passed')
     if failed:
-        sys.exit(f'Failed: {", ".join(failed)}. See {args.folder}.')
+        sys.exit(f'Failed: {failed}. See {args.folder}.')
 
 
 def run(command: List[str], seconds: float, log: Path, device: str) -> str:

@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import traceback
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,13 @@ def write_image(path, seed=0, size=(32, 32), mode='RGB'):
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.RandomState(seed).randint(0, 256, (size[1], size[0], 3), dtype=np.uint8)
     Image.fromarray(pixels).convert(mode).save(path)
+
+
+def write_photos(folder, num_train):
+    """Write noise as images of two classes: so many of each to train on, and 5 to test on."""
+    for name, count in (('train/a', num_train), ('train/b', num_train), ('validation/a', 5), ('validation/b', 5)):
+        for i in range(count):
+            write_image(folder / name / f'{i}.png', seed=zlib.crc32(f'{name}{i}'.encode()))
 
 
 def is_picture(path):

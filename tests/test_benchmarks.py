@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers import run_python
+from helpers import run_python, write_photos
 
 ROOT = Path(__file__).parents[1]
 MODELS = 'resnet50', 'cmhsa_conv_k3'
@@ -51,14 +51,18 @@ def test_gpu_needs_one(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(('minutes', 'status'), [(60, 'passed'), (0, 'stopped')])
-def test_gpu_in_its_quick_form(minutes, status, tmp_path):
-    """A part that takes too long does not stop the next."""
-    result = run('gpu.py', tmp_path, '--quick', '--minutes', minutes, code=int(not minutes))
-    assert result.stderr == ('' if minutes else f'Failed: Tests, Speed. See {tmp_path}.\n')
-    report = (tmp_path / 'report.md').read_text()
-    assert report.count(f': {status}\n') == 2
-    assert report.count('| cmhsa_conv_k3 |') == (4 if minutes else 0)  # what speed.py prints, and its table
+def test_gpu_in_its_quick_form(tmp_path):
+    """A part that takes too long does not stop the next, and the same command does it again."""
+    write_photos(tmp_path / 'data', num_train=60)
+    command = 'gpu.py', tmp_path / 'gpu', '--quick', '--data-dir', tmp_path / 'data', '--minutes'
+    stopped = run(*command, 0, code=1)
+    assert stopped.stderr.startswith('Failed: Tests, Speed, heads beside on a tenth of the width. See ')
+    assert run(*command, 60).stderr == ''
+    report = (tmp_path / 'gpu' / 'report.md').read_text()
+    assert report.count(': passed\n') == 3
+    assert report.count('| cmhsa_conv_k3 |') == 4, 'what speed.py prints, and its table'
+    assert '| heads beside on a tenth of the width |' in report
+    assert run(*command, 0).stderr == '', 'nothing is left to do'
 
 
 def test_attend_convs():

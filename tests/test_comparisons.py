@@ -1,6 +1,5 @@
 """The experiments that compare trainings; those that train as a user runs them are slow."""
 import copy
-import itertools
 import sys
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import torch
 import vit_starts as starts
 from common.images import digits, photos
 from common.runs import create, read_results
-from helpers import decayed, images_for, is_picture, max_error, phase1, run_python, write_image
+from helpers import decayed, images_for, is_picture, max_error, phase1, run_python, write_photos
 from natural_images import DRAWN, PHASE1, ROWS, SOFT
 from PIL import Image
 from timm.models import VisionTransformer
@@ -61,14 +60,6 @@ def test_training_held_out_and_test_images_are_disjoint(tmp_path):
         assert len(set().union(*parts)) == 1797
     assert names[0][2] == names[1][2]
     assert names[0][0] != names[1][0]
-
-
-def write_photos(folder, num_train):
-    """Write noise as images of two classes: so many of each to train on, and 5 to test on."""
-    seeds = itertools.count()
-    for name, count in (('train/a', num_train), ('train/b', num_train), ('validation/a', 5), ('validation/b', 5)):
-        for i in range(count):
-            write_image(folder / name / f'{i}.png', seed=next(seeds))
 
 
 def test_photos_are_split_without_overlap(tmp_path):
