@@ -66,7 +66,7 @@ ROWS: Dict[str, Tuple[float, Optional[Callable[[Any], nn.Module]], Dict[str, Any
     'all blocks, switch 0.75': (0.69, None, dict(switch=0.75)),
     'last block, switch 0.4': (0.77, attend_last, dict(switch=0.4)),
     BESIDE: (0.78, add_beside, dict(switch=0.4)),
-    # for a GPU, and --same-epochs
+    # for a GPU
     'heads beside on a tenth of the width': (1., partial(add_beside, num_heads=2, head_dim=5), dict(switch=0.4)),
     '16 x 16 tokens, phase 1 alone': (1., None, dict(switch=1., **FINE)),
     '16 x 16 tokens, last block': (1., attend_last, dict(switch=0.4, **FINE)),
@@ -80,19 +80,16 @@ def main() -> None:
     add = parser.add_argument
     add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=120, help='of phase 1 alone (default: %(default)s)')
-    add('--same-epochs', action='store_true', help='as many epochs for all rows, instead of as much time')
-    add('--opt', default='adamw', help='optimizer (default: %(default)s)')
-    add('--lr', type=float, help='learning rate (default: 2e-3, less for small batches)')
-    add('--batch-size', type=positive_int, help='images of a step (default: 64, less for few images)')
+    add('--muon', action='store_true', help='Muon, batches of 512, and as many epochs for all rows, as for a GPU')
     args = parser.parse_args()
-    batch_size = args.batch_size or 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the rate
-    shared = dict(
-        model='cmhsa_hybrid_conv_32', img_size=32, batch_size=batch_size, opt=args.opt,
-        lr=args.lr or float(f'{2e-3 * min(batch_size / 64, 1) ** 0.5:.1e}'))
+    batch_size = 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the learning rate
+    recipe = dict(opt='muon', lr=0.05, batch_size=512) if args.muon else dict(
+        lr=float(f'{2e-3 * (batch_size / 64) ** 0.5:.1e}'))
     rows = {}
     for title, (share, rewrite, options) in ROWS.items():
-        epochs = max(round((1 if args.same_epochs else share) * args.epochs), 2)
-        rows[title] = Run(title, args.images, {**shared, 'epochs': epochs, **options}, rewrite=rewrite)
+        epochs = max(round((1 if args.muon else share) * args.epochs), 2)
+        options = {'model': 'cmhsa_hybrid_conv_32', 'img_size': 32, 'epochs': epochs, **recipe, **options}
+        rows[title] = Run(title, args.images, options, rewrite=rewrite)
     show(accuracies(run_all(replicate(rows, args), args)), args.output / 'hybrid_phase2.md')
     draw(read_results(args.results).values(), args.output / 'gain.png')
 

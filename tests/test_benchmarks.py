@@ -58,7 +58,7 @@ def test_gpu_in_its_quick_form(tmp_path):
     stopped = run(*command, 0, code=1)
     assert stopped.stderr.startswith('Failed: Tests, Speed, heads beside on a tenth of the width. See ')
     assert run(*command, 60).stderr == ''
-    report = (tmp_path / 'gpu' / 'report.md').read_text()
+    report = (tmp_path / 'gpu' / 'quick' / 'report.md').read_text()
     assert report.count(': passed\n') == 3
     assert report.count('| cmhsa_conv_k3 |') == 4, 'what speed.py prints, and its table'
     assert '| heads beside on a tenth of the width |' in report

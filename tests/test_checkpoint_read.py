@@ -155,7 +155,9 @@ def test_training_checkpoints(tmp_path):
         assert_same(model, load_model(tmp_path / name, use_ema=False))
 
 
-@pytest.mark.parametrize('args', [{'img_size': 16}, {'input_size': [3, 16, 16]}, {'model_kwargs': {'img_size': 16}}])
+@pytest.mark.parametrize('args', [
+    {'img_size': 16}, {'input_size': [3, 16, 16]}, {'model_kwargs': {'img_size': 16}},
+    {'img_size': 16, 'attend': False}])
 def test_options_of_train_py_give_the_image_size(args, tmp_path):
     save_training(phase1(depth=1, img_size=16), tmp_path, **args)
     assert load_model(tmp_path / 'last.pth.tar').patch_embed.img_size == (16, 16)

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import attend_convs, attention_maps
 from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d, attention_summary
-from timm_cmhsa.grouped import GroupedAttention
+from timm_cmhsa.grouped import GroupedAttention, HardGroupedAttention
 
 
 def resnet(**kwargs):
@@ -200,7 +200,7 @@ def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):
         model[1].attn.set_hard_attn()
     if form == 'inference':
         model = timm.utils.reparameterize_model(model)
-        assert model[1].attn.shifts is not None
+        assert isinstance(model[1].attn, HardGroupedAttention)
         assert not any(parameter.requires_grad for parameter in model[1].parameters())
     torch.compiler.reset()
     torch.save(model, tmp_path / 'model.pt')

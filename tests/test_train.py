@@ -572,6 +572,13 @@ def test_other_files_of_the_same_number_are_another_run(finished, photos, tmp_pa
         train_two_phases(root, output=finished[0], **OPTIONS)
 
 
+def test_options_of_something_else_are_not_those_of_a_run(finished, photos, tmp_path):
+    output = shutil.copytree(finished[0], tmp_path / 'out')
+    (output / 'options.json').write_text('{"batch_size": "4"}')
+    with pytest.raises(ValueError, match='holds a run with '):
+        train_two_phases(photos, output=output, **OPTIONS)
+
+
 def test_photos_are_upright_and_large_ones_are_decoded_smaller(tmp_path):
     exif = Image.Exif()
     exif[ExifTags.Base.Orientation] = 6
@@ -618,6 +625,7 @@ def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     ({}, dict(model_kwargs=dict(in_chans=4)), 'Images have 1 or 3 channels, but the model takes 4'),
     ({}, dict(model_kwargs=dict(img_size=64)), '--model-kwargs img_size is given by --img-size'),
     ({}, dict(model_kwargs=dict(num_classes=2)), '--model-kwargs num_classes is given by the folders'),
+    ({}, dict(model_kwargs=dict(crop_mode='border')), '--model-kwargs crop_mode is given by --fit'),
     ({}, dict(start='convolution'), 'is for a ViT of timm: add --model'),
     ({}, dict(start='nothing'), "start='nothing' must be one of convolution"),
     ({}, dict(switch=0), '--switch 0 must be above 0 and at most 1'),

@@ -28,11 +28,12 @@ def is_attend(attend: Any) -> bool:
 
 
 def _is_call(call: Any) -> bool:
-    match call:
-        case {'names': [_, *_] as names, 'patch_size': int(patch_size), 'peak': None | float() as peak}:
-            return (len(call) == 3 and len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
-                    and 0 < patch_size <= MAX_PATCH and (peak is None or 0 < peak < 1))
-    return False
+    if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
+        return False
+    names, patch_size, peak = call['names'], call['patch_size'], call['peak']
+    return (isinstance(names, list) and 0 < len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
+            and type(patch_size) is int and 0 < patch_size <= MAX_PATCH
+            and (peak is None or (type(peak) is float and 0 < peak < 1)))
 
 
 def check_attended(model: Any, args: Mapping[str, Any]) -> None:

@@ -26,6 +26,7 @@ class RelPosAttention(nn.Module):
     points outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
     fused_attn: Final[bool]
+    hard_form: Any = HardAttention  # of `fuse`
     if TYPE_CHECKING:  # TorchScript knows no such annotations
         shifts: Optional[HeadShifts]
         proj: Any
@@ -191,7 +192,7 @@ class RelPosAttention(nn.Module):
             offsets = self.all_hard_offsets()
         except ValueError:
             return self
-        return HardAttention(self, offsets) if any(offset is not None for offset in offsets) else self
+        return self.hard_form(self, offsets) if any(offset is not None for offset in offsets) else self
 
     def args(self) -> Dict[str, Any]:
         """Return the arguments of a model with such layers."""

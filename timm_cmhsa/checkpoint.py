@@ -326,9 +326,8 @@ def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = Fal
 
 def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     """Return what a config.json like timm's says, without what no model of this package can have."""
-    config = {key: value for key, value in config.items() if value is not None}
-    architecture, told = config.get('architecture'), config.get('pretrained_cfg', {})
-    model_args, attend = config.get('model_args', {}), config.get('attend', [])
+    architecture, told = config.get('architecture'), config.get('pretrained_cfg') or {}
+    model_args, attend = config.get('model_args') or {}, config.get('attend') or []
     if not (isinstance(model_args, dict) and isinstance(told, dict) and isinstance(architecture, (str, type(None)))):
         raise CheckpointError(f'{source} has a malformed model configuration.')
     if not is_attend(attend):

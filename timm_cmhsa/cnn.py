@@ -18,8 +18,7 @@ from torch.utils._pytree import tree_leaves
 from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
-from .convert import text_table
-from .errors import one_line
+from .errors import one_line, text_table
 from .layers import Size2d, patchify, unpatchify
 
 _logger = logging.getLogger(__name__)

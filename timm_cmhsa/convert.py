@@ -3,7 +3,7 @@ import contextlib
 import copy
 import math
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
 import timm
 import torch
@@ -14,6 +14,7 @@ from tqdm import tqdm
 from .analysis import eval_mode
 from .attention import THIN_QK_DIM, WIDE_QK_DIM, RelPosAttention, default_qk_dim
 from .construction import Head, HeadOptions, plan_heads, rewrite
+from .errors import text_table
 from .layers import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
 from .models import HEADS, CmhsaAttn, CmhsaConv, registered_variant
 from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
@@ -177,12 +178,6 @@ class ConversionReport:
         rows = [(layer.name, f'{layer.heads_used} of {layer.num_heads}', f'{layer.error:.1e}') for layer in self.layers]
         table = text_table([('layer', 'heads used', 'error'), *rows])
         return '\n'.join([table, *(f'{key.lower()}: {value}' for key, value in self.details['Conversion'].items())])
-
-
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 @torch.inference_mode()

@@ -15,8 +15,8 @@ from torch import nn
 
 from .checkpoint import LABEL_KEYS, open_model
 from .cli import ANY_SOURCE, Parser, run_command
-from .conversion import MAX_ERROR, VerificationError
-from .errors import CheckpointError, one_line
+from .conversion import MAX_ERROR
+from .errors import CheckpointError, VerificationError, one_line
 from .files import PathLike, check_destination, replacing
 from .images import data_config
 

@@ -76,7 +76,8 @@ def _infer_phase2(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tu
     kind, ring, assumed = 'cmhsa_attn', (0, 0), NOT_IN_TENSORS
     if 'bias_scale' in rel_pos:
         if 'padding_size' in rel_pos:
-            ring = tuple(rel_pos['padding_size'].int().tolist())
+            height, width = map(int, rel_pos['padding_size'].tolist())
+            ring = height, width
         else:
             ring, assumed = to_2tuple(padding), [*assumed, 'padding']
         kind = 'cmhsa_attn_soft'

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from .checkpoint import open_model
 from .cli import ANY_SOURCE, Parser, run_command
-from .errors import CheckpointError, one_line
+from .errors import CheckpointError, one_line, text_table
 from .files import PathLike, check_destination, replacing, write_csv
 from .images import class_name, find_images, image_reader, load_image, read_images
 
@@ -121,10 +121,7 @@ def printable(text: Any) -> str:
 
 
 def _print_table(rows: Iterable[Sequence[Any]]) -> None:
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    for row in cells:
-        print('  '.join(map(str.ljust, row, widths)).rstrip())
+    print(text_table([[printable(cell) for cell in row] for row in rows]))
 
 
 def _show(predictions: Predictions, output: Optional[Path]) -> None:

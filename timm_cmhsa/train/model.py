@@ -1,6 +1,5 @@
 """The models of a run: made by their names, or started from weights, for the images and classes at hand."""
 from argparse import Namespace
-from functools import partial
 from typing import Any, Dict, List, Mapping, Optional
 
 import timm
@@ -58,10 +57,10 @@ def create_model(
             overlay = _as_pretrained(name, checkpoint)
         elif not has_weights:
             overlay = dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-        create = timm.create_model if img_size is None else partial(create_sized, img_size=img_size)
         has_weights = has_weights or checkpoint is not None
         try:
-            model = create(name, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
+            model = create_sized(
+                name, img_size=img_size, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
         except TypeError:  # an unknown argument
             raise
         except Exception as e:  # timm and the Hub have many kinds

@@ -130,7 +130,10 @@ def check_options(args: Namespace) -> None:
         raise ValueError('--start is for an untrained ViT: leave it out, or the weights.')
     if args.freeze and (args.attend or not starts_from_weights(args)):
         raise ValueError('--freeze trains the classifier of a model with weights: add --pretrained, without --attend.')
-    for name, instead in dict(img_size='--img-size', seed='--seed', num_classes='the folders').items():
+    given = dict(
+        img_size='--img-size', seed='--seed', num_classes='the folders', crop_mode='--fit', pretrained='--pretrained',
+        checkpoint='--initial-checkpoint')
+    for name, instead in given.items():
         if name in (args.model_kwargs or {}):
             raise ValueError(f'--model-kwargs {name} is given by {instead}: leave it out.')
 
@@ -216,7 +219,7 @@ def choose_options(
         args.amp_dtype = 'bfloat16' if torch.cuda.is_bf16_supported(including_emulation=False) else 'float16'
     elif not args.no_amp and device.type == 'cpu' and torch.cpu._is_avx512_bf16_supported():
         args.amp_dtype = 'bfloat16'  # emulation would be slower than float32
-    if before:
+    if 'amp_dtype' in before:
         args.amp_dtype = None if before['amp_dtype'] == 'None' else before['amp_dtype']
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
 

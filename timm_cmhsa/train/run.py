@@ -67,12 +67,14 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
 
     def to_phase2(model: nn.Module) -> nn.Module:
         random_seed(args.seed)
+        if rewrite:
+            return rewrite(copy.deepcopy(model))
         options = {'peak': None if args.architecture else PEAK, **args.phase2_kwargs}
         if args.attend:
             attended: Any = attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
             attended.base_args = args.model_kwargs
             return attended
-        return rewrite(copy.deepcopy(model)) if rewrite else convert_model(model, args.architecture, **options)
+        return convert_model(model, args.architecture, **options)
 
     try:
         chosen, model, rivals, trainer = _prepare(args, to_phase2)
@@ -163,10 +165,10 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
     for rival in rivals.values():  # one may need larger images
         with torch.inference_mode():
             rival.to(args.device).eval()(trainer.loaders.drawn[0][:2])
+    if args.log:
+        from torch.utils.tensorboard import SummaryWriter  # fails before anything is written if it is missing
     note_options(args)
     if args.log and args.rank == 0:
-        from torch.utils.tensorboard import SummaryWriter
-
         trainer.log = SummaryWriter(str(args.output / 'tensorboard'))
     return chosen, model, rivals, trainer
 
