@@ -1,4 +1,5 @@
 """Models go to a Hub and come back, over real HTTP to a small server."""
+import io
 import json
 import logging
 import re
@@ -45,6 +46,20 @@ def test_round_trip(hub):
     for loaded in (load('hf-hub:alice/net'), load_model('hf-hub:alice/net')):
         assert_same_function(model, loaded)
         assert list(loaded.pretrained_cfg['label_names']) == LABELS
+
+
+def test_weights_of_both_kinds_are_downloaded_once(hub):
+    model = create()
+    push_to_hub(model, 'alice/net')
+    repository, files = hub.repositories['alice/net'], hub.files('alice/net')
+    content = io.BytesIO()
+    torch.save(model.state_dict(), content)
+    repository.commit('main', {**files, 'pytorch_model.bin': content.getvalue()}, 'the same, pickled')
+    assert_same_function(model, load_model('hf-hub:alice/net'))
+    assert not any(path.endswith('.bin') for path in hub.requests)
+    pickled = {name: file for name, file in hub.files('alice/net').items() if 'safetensors' not in name}
+    repository.commit('main', pickled, 'pickled alone')
+    assert_same_function(model, load_model('hf-hub:alice/net'))
 
 
 @pytest.mark.parametrize('wrap', [torch.compile, nn.DataParallel, ModelEmaV3])

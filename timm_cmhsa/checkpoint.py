@@ -36,6 +36,7 @@ HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
 INDEX = '.index.json'  # of weights in several files
 WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', f'model.safetensors{INDEX}', f'pytorch_model.bin{INDEX}')
+WEIGHTS_OF_HUB = ('model.safetensors*', 'model-*.safetensors'), ('pytorch_model.bin*', 'pytorch_model-*.bin')
 LABEL_KEYS = ('label_names', 'label_descriptions')
 USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
 MAX_WORD = 100  # letters
@@ -389,8 +390,11 @@ def _download(source: str) -> Path:
     """Download a model, `hf-hub:USER/NAME[@REVISION]`, into huggingface_hub's cache; return its folder."""
     repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
     try:
-        return Path(snapshot_download(
-            repo_id, revision=revision or None, library_name='timm_cmhsa',
-            allow_patterns=['config.json', *WEIGHT_NAMES, 'model-*.safetensors', 'pytorch_model-*.bin']))
+        for names in WEIGHTS_OF_HUB:
+            folder = Path(snapshot_download(
+                repo_id, revision=revision or None, library_name='timm_cmhsa', allow_patterns=['config.json', *names]))
+            if any(file for name in names for file in folder.glob(name)):
+                break
+        return folder
     except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
         raise HubError(f'{source} cannot be downloaded: {one_line(e)}') from e

@@ -154,7 +154,7 @@ def choose_options(
             value, reason = (fitting[name], 'fits these images') if name in fitting else (value, reason)
             setattr(args, name, value)
             if value != {}:
-                notes.append(f'--{name.replace("_", "-")} {value!r}: {reason}')
+                notes.append(f'{_in_words(name, str(value))}: {reason}')
 
     side = round(median(map(min, images.sizes)))
     cropped = 1 - median(min(size) / max(size) for size in images.sizes)
