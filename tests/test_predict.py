@@ -77,6 +77,16 @@ def test_every_photo_gets_what_the_model_says_of_it(model, workers, tmp_path):
     assert lines[-1] == f'... and 4 more: {output}'
 
 
+def test_mirror_images_are_averaged(model, tmp_path):
+    write_images(tmp_path, ['0.png', '1.png'])
+    files, net = [tmp_path / '0.png', tmp_path / '1.png'], timm_cmhsa.load_model(model)
+    images = torch.stack([image_reader(net)(file) for file in files])
+    with torch.no_grad():
+        mean = (net(images) + net(images.flip(3))) / 2
+    torch.testing.assert_close(predict(model, files, tta=True).logits, mean)
+    assert not torch.allclose(predict(model, files).logits, mean, rtol=1e-3)
+
+
 def test_photos_that_cannot_be_read_are_named_and_left_out(model, tmp_path):
     write_images(tmp_path, ['a.png', 'c.png'])
     (tmp_path / 'b.png').write_bytes(b'no image')

@@ -437,6 +437,17 @@ def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
     assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
 
 
+def test_models_are_judged_by_mirror_images_too(photos, tmp_path):
+    train_two_phases(photos, output=tmp_path, tta=True, **ALONE)
+    predicted = predict(tmp_path / 'model', photos / 'validation', tta=True)
+    shares = dict(zip(map(str, predicted.files), predicted.logits.softmax(dim=1).amax(dim=1).tolist()))
+    with open(tmp_path / 'mistakes.csv', newline='') as file:
+        mistakes = list(csv.DictReader(file))
+    assert mistakes
+    for row in mistakes:
+        assert float(row['probability']) == pytest.approx(shares[row['path']], abs=1e-3)
+
+
 def test_more_options(photos, tmp_path):
     """A schedule for each phase, averaged weights, accumulated gradients, the best weights, and gray images."""
     results = train_two_phases(
@@ -635,6 +646,7 @@ def test_images_that_cannot_be_used_are_left_out_and_named(photos, tmp_path):
     ({}, dict(aa='nonsense'), 'nonsense'),
     ({}, dict(device='nonsense'), 'nonsense'),
     ({}, dict(opt='nonsense'), 'nonsense'),
+    ({}, dict(tta=True, no_flip=True), '--tta averages mirror images, which --no-flip says are other images'),
     ({}, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
     ({}, dict(compare=['inception_v3'], img_size=32), "Kernel size can't be greater than actual input size"),
     ({}, dict(dataset='torch/cifar10'), 'torch/cifar10 cannot be opened'),

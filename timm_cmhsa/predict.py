@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from timm.utils import accuracy
@@ -49,6 +49,7 @@ def predict(
         batch_size: int = 64,
         workers: Optional[int] = None,
         device: Optional[str] = None,
+        tta: bool = False,
 ) -> Predictions:
     """Classify photos. Those that cannot be read are left out with a warning.
 
@@ -58,6 +59,7 @@ def predict(
         batch_size: Images of a batch.
         workers: Processes that read images; by default one for each core and batch, at most 8, and none for one batch.
         device: By default a GPU if there is one.
+        tta: Average the logits of each photo and of its mirror image (test-time augmentation), for twice the time.
 
     Raises:
         CheckpointError: If the model cannot be loaded, or no image can be read.
@@ -73,6 +75,7 @@ def predict(
         raise CheckpointError(f'{" ".join(map(printable, paths))} has no images ({", ".join(IMG_EXTENSIONS)}).')
     model = model if isinstance(model, nn.Module) else open_model(model)
     names, logits, reasons = class_names(model), [], []
+    classify = mirrored(model) if tta else model
     workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // batch_size) if workers is None else workers
     batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(read_images, image_reader(model)))
     try:
@@ -80,7 +83,7 @@ def predict(
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             for images, failed in tqdm(batches, 'classifying', unit='batch', leave=False, disable=None):
                 if images is not None:
-                    logits.append(model(images.to(like)).float().cpu())
+                    logits.append(classify(images.to(like)).float().cpu())
                 reasons += failed
     except (AssertionError, RuntimeError) as e:  # no such device, or too little memory
         raise ValueError(f'{one_line(e)} Use another --device, or a smaller --batch-size.') from e
@@ -91,6 +94,11 @@ def predict(
             _logger.warning('%s cannot be read: %s It is left out.', printable(file), reason)
     files = [file for file, reason in zip(files, reasons) if not reason]
     return Predictions(files, torch.cat(logits), names, _targets(files, paths[0], names))
+
+
+def mirrored(model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that averages the logits of images, (B, C, H, W), and of their mirror images."""
+    return lambda images: (model(images) + model(images.flip(-1))) / 2
 
 
 def class_names(model: Any) -> List[str]:
@@ -171,6 +179,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     add('--top', metavar='N', type=int, default=1, help='classes of a photo in FILE.csv (default: %(default)s)')
     add('--batch-size', metavar='N', type=int, default=64, help='images of a batch (default: %(default)s)')
     add('--workers', metavar='N', type=int, help='processes that read images')
+    add('--tta', action='store_true', help='average each photo and its mirror image, for twice the time')
     add('--device', metavar='D', help='such as cpu (default: a GPU if there is one)')
     args = parser.parse_args(argv)
     if args.top < 1:
@@ -181,7 +190,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     def run() -> None:
         for name in (args.output.name, *PICTURES) if args.output else ():
             check_destination(args.output.with_name(name), args.force)
-        predictions = predict(args.model, args.photos, args.batch_size, args.workers, args.device)
+        predictions = predict(args.model, args.photos, args.batch_size, args.workers, args.device, args.tta)
         _show(predictions, args.output)
         if args.output:
             _write(predictions, args.output, args.top, args.force)

@@ -84,6 +84,7 @@ def add_options(parser: ArgumentParser) -> None:
     add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
     add('--keep', choices=CHOICES['keep'], default='last',
         help='weights to keep at the end; the best ones are chosen on the validation images (default: %(default)s)')
+    add('--tta', action='store_true', default=None, help='judge by the mean of each image and its mirror image')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
     add = parser.add_argument_group('augmentation').add_argument
     add('--no-flip', action='store_true', default=None, help='never mirror images, for example of letters')
@@ -203,6 +204,8 @@ def choose_options(
         choose('layer_decay', PRETRAINED_LAYER_DECAY, 'weights of early layers change least')
         choose('mixup_prob', 0., 'in few epochs images are not mixed')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
+    if args.tta and args.no_flip:
+        raise ValueError('--tta averages mirror images, which --no-flip says are other images: leave one out.')
     if args.switch < 1 and args.epochs == 1:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
     choose('scale', 1. if is_small else CROP,

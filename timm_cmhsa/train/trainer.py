@@ -31,6 +31,7 @@ from ..convert import DATA_KEYS
 from ..errors import one_line
 from ..images import data_config
 from ..models import Cmhsa
+from ..predict import mirrored
 from .data import Images, make_loaders
 
 TIMED, TIMING = 16, '-timing'  # steps in a row, and what ends the name of their checkpoint
@@ -273,10 +274,10 @@ class Trainer:
 
     def _predict(self, model: nn.Module, split: str = 'validation') -> Tuple[torch.Tensor, torch.Tensor]:
         model.to(self.device).eval()
-        logits, targets = [], []
+        classify, logits, targets = mirrored(model) if self.args.tta else model, [], []
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             for images, target in self.loaders.judged[split]:
-                logits.append(model(images.to(self.device)).cpu())
+                logits.append(classify(images.to(self.device)).cpu())
                 targets.append(target.cpu())
         return torch.cat(logits), torch.cat(targets)
 
