@@ -329,7 +329,7 @@ def changed(tensor, name=WEIGHT):
     (changed(torch.ones(()), 'blocks.0.attn.conv.weight'), 'not the tensors of a phase-1'),
     (changed(torch.ones(()), 'head.weight'), 'does not fit'),
     (changed(torch.ones(3, 0), 'blocks.0.mlp.fc1.weight'), 'not the tensors of a phase-1'),
-    *((changed(torch.ones(shape), 'patch_embed.proj.0.conv.weight'), 'phase-1|does not fit') for shape in ((), (3,))),
+    *((changed(torch.ones(shape), 'patch_embed.proj.0.weight'), 'phase-1|does not fit') for shape in ((), (3,))),
     (lambda state_dict: dict(list(state_dict.items())[1:]), 'Missing key.* "blocks.0.norm1.weight"'),
     (lambda state_dict: {**state_dict, **{f'blocks.{i}.x': torch.ones(1) for i in range(300)}}, 'depth=300'),
     *((changed(tensor), 'not a plain tensor of floating point') for tensor in (

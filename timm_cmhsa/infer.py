@@ -44,11 +44,12 @@ def _infer_body(tensors: Tensors) -> Dict[str, Any]:
         'fc_norm': 'fc_norm.weight' in tensors,
         'hidden_chans': dim,  # with patches of one token
     }
-    convs = {int(name.split('.')[2]): tensor.shape for name, tensor in tensors.items()
-             if name.startswith('patch_embed.proj.') and name.endswith('.conv.weight')}
+    stem = {int(name.split('.')[2]): tensor.shape for name, tensor in tensors.items()
+            if name.startswith('patch_embed.proj.') and name.count('.') == 3 and name.endswith('.weight')}
+    convs = {i: shape for i, shape in stem.items() if len(shape) == 4}
     if convs:  # a pooling has no tensors, only a place in the order
-        stem = '-'.join(f'{shape[0]}{"" if i + 1 in convs else "p"}' for i, shape in sorted(convs.items()))
-        args.update(stem=stem, patch_size=2 ** stem.count('p'), in_chans=convs[0][1])
+        text = '-'.join(f'{shape[0]}{"" if i + 1 in stem else "p"}' for i, shape in sorted(convs.items()))
+        args.update(stem=text, patch_size=2 ** text.count('p'), in_chans=convs[0][1])
     return args
 
 

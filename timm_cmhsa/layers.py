@@ -9,7 +9,7 @@ from typing import Any, Final, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
-from timm.layers import ConvNormAct, to_2tuple
+from timm.layers import BatchNormAct2d, ConvNormAct, create_conv2d, to_2tuple
 from timm.models import register_notrace_function
 from torch import nn
 
@@ -165,7 +165,7 @@ class PatchConv2d(nn.Module):
 
 
 class ConvStem(nn.Sequential):
-    """Convolutions before the tokens (arXiv 2104.05704, 2106.14881): 3 x 3, with batch norm and activation.
+    """Convolutions before the tokens (arXiv 2104.05704, 2106.14881): 3 x 3, each with batch norm and activation.
 
     Maps images (B, in_chans, H, W) to (B, width, H / reduction, W / reduction).
     """
@@ -174,6 +174,7 @@ class ConvStem(nn.Sequential):
         """
         Args:
             stem: Width of every convolution, with a 'p' where a max pooling by 2 follows, as after the last: '32p-96p'.
+                It is right after the convolution, so that norm and activation have less to do.
             in_chans: Number of image channels.
             act_layer: Activation layer.
             **dd: Device and dtype.
@@ -187,9 +188,10 @@ class ConvStem(nn.Sequential):
         self.reduction, self.width = 2 ** stem.count('p'), in_chans
         for layer in stem.split('-'):
             width = int(layer.rstrip('p'))
-            self.append(ConvNormAct(self.width, width, 3, act_layer=act_layer, **dd))
+            self.append(create_conv2d(self.width, width, 3, **dd))
             if layer.endswith('p'):
                 self.append(nn.MaxPool2d(2))
+            self.append(BatchNormAct2d(width, act_layer=act_layer, **dd))
             self.width = width
 
 

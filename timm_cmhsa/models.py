@@ -267,7 +267,7 @@ def create_cmhsa(
         filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn, **defaults: Any) -> T:
     """Build a registered model; `kwargs` overrule the variant's `defaults` and `HEADS`."""
     args = {**HEADS.get(variant, {}), **defaults, **kwargs}
-    first_conv = 'patch_embed.proj.0.conv' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'
+    first_conv = 'patch_embed.proj.0' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'
     args['pretrained_cfg_overlay'] = {**(args.get('pretrained_cfg_overlay') or {}), 'first_conv': first_conv}
     feature_cfg = dict(out_indices=args.pop('out_indices', 3), feature_cls='getter')
     return build_model_with_cfg(
