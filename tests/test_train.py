@@ -379,7 +379,7 @@ def one_and_two(tmp_path):
         (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
         Image.new('RGB', (SIDE, SIDE), (80 * label, 20 * i, 100)).save(tmp_path / split / name / f'{i}.png')
     command = ['-m', 'timm_cmhsa.train', '--data-dir', tmp_path, '--img-size', SIDE, '--mixup', 0, '--cutmix', 0,
-               '--scale', 0.9, '--no-amp', '--device', 'cpu']
+               '--scale', 0.9, '--no-amp', '--device', 'cpu', '--opt', 'adamw']  # Muon rounds to bfloat16
 
     def run(*options):
         run_python(*command, *options, '--output', tmp_path / 'one', '--batch-size', 12)
@@ -399,7 +399,7 @@ def test_two_processes_do_what_one_does_with_both_batches(one_and_two):
     options = json.loads((folders[1] / 'options.json').read_text())
     resumed = train_two_phases(
         folders[1].parent, output=folders[1], model='test_cmhsa_conv_k3', epochs=4, switch=0.5, ema=0.9, img_size=SIDE,
-        mixup=0., cutmix=0., scale=0.9, no_amp=True, device='cpu')
+        mixup=0., cutmix=0., scale=0.9, no_amp=True, device='cpu', opt='adamw')
     assert resumed['options'] == {**options, 'batch_size': '12', 'world_size': '1'}, 'one process goes on'
 
 
@@ -433,7 +433,7 @@ def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
     state, groups = (checkpoint['optimizer'][key] for key in ('state', 'param_groups'))
     steps = {False: set(), True: set()}
     for group in groups:
-        steps['full_scale' in group] |= {int(state[index]['step']) for index in group['params']}
+        steps['full_scale' in group] |= {int(state[index]['step']) for index in group['params'] if 'step' in state[index]}
     assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
 
 
@@ -544,9 +544,11 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
     data = open_folder(write_folder(tmp_path, side=side, count=1))
     hybrid = f'cmhsa_hybrid_conv_{size}'
     for options, expected in (
-            ([], (size, hybrid, 3.5e-4, 1.8e-4, 1.)),  # for 2 images in a step
-            (['--batch-size', '3', '--mixup', '0', '--cutmix', '0'], (size, hybrid, 4.3e-4, 2.2e-4, 1.)),
-            (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 1.8e-4, 1.8e-4, 0.4)),
+            ([], (size, hybrid, 8.8e-3, 8.8e-3, 1.)),  # for 2 images in a step
+            (['--batch-size', '3', '--mixup', '0', '--cutmix', '0'], (size, hybrid, 1.1e-2, 1.1e-2, 1.)),
+            (['--opt', 'adamw'], (size, hybrid, 3.5e-4, 1.8e-4, 1.)),
+            (['--model', 'cmhsa_conv_k5', '--img-size', '64', '--opt', 'adamw'],
+             (64, 'cmhsa_conv_k5', 1.8e-4, 1.8e-4, 0.4)),
             (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1., 1.))):
         args = parse('--compare', 'resnet18', *options)
         choose_options(args, data)

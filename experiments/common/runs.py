@@ -82,7 +82,7 @@ class Run(NamedTuple):
 
     def call(self, output: Path) -> Dict[str, Any]:
         """Return the options of `train_two_phases`. Phases have schedules of their own, so that runs can share one."""
-        options = {'switch': 1, **self.options}
+        options = {'switch': 1, 'opt': 'adamw', **self.options}
         if self.after is not None:
             first, epochs = self.after.options, self.after.options['epochs'] + self.options['epochs']
             options = {

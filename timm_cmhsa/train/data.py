@@ -29,7 +29,7 @@ NUM_MEASURED = 100  # images whose size is looked at
 NUM_DRAWN = 32  # images whose attention is drawn
 OF_DIGITS = dict(  # options
     model='cmhsa_conv_k5', model_kwargs=dict(patch_size=8, in_chans=1, hidden_chans=1, depth=4), batch_size=20,
-    epochs=160, lr=3e-3, mixup_prob=0., no_flip=True)
+    epochs=160, opt='adamw', lr=3e-3, mixup_prob=0., no_flip=True)
 DECODED = 512  # pixels: JPEG files are decoded to an eighth, a quarter or half of their sides that is no smaller
 
 Samples = Sequence[Tuple[Any, int]]  # an image or its file, and its class

@@ -25,7 +25,7 @@ UNEQUAL = 5  # times the images of the smallest class
 MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
 CROPPED_NOTED = 0.2
 CROP = 0.35  # of the area of a large image, at least
-LR, HYBRID_LR, LR_BATCH = 1e-3, 2e-3, 64  # of AdamW, for so many images in a step or more
+LR, HYBRID_LR, MUON_LR, LR_BATCH = 1e-3, 2e-3, 0.05, 64  # AdamW's and Muon's, for so many images in a step or more
 POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr',
             'compare_lr', 'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
@@ -72,12 +72,14 @@ def add_options(parser: ArgumentParser) -> None:
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
     add('--lr', type=float,
-        help=f'learning rate (default: {HYBRID_LR} for hybrids, {LR} for others, less for small batches)')
+        help=f'learning rate (default: {MUON_LR} for Muon; for AdamW, {HYBRID_LR} for hybrids, {LR} for others; less for '
+        'small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else that of other models)')
     add('--warmup-epochs', metavar='N', type=int, default=5,
         help='at most a quarter of the epochs (default: %(default)s)')
-    add('--opt', metavar='NAME', default='adamw', help="timm's name of the optimizer (default: %(default)s)")
+    add('--opt', metavar='NAME', help="timm's name of the optimizer (default: muon, from weights adamw)")
+    add('--opt-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs, help='its arguments')
     add('--layer-decay', metavar='F', type=float, help='learning rate of a layer, relative to the next')
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
     add('--class-weights', choices=CHOICES['class_weights'], help='weigh all classes alike, whatever their sizes')
@@ -190,14 +192,17 @@ def choose_options(
     if args.minutes is None:
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
+    choose('opt', 'adamw' if own else 'muon', 'changes weights least' if own else 'learns fastest from scratch')
     lr_scale = min(args.batch_size * batches / LR_BATCH, 1.) ** 0.5
+    kind = 'weights that are there' if own else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
+    if args.opt == 'muon':
+        lr, kind = MUON_LR, 'all models'
     if args.compare:
-        others_lr = lr if args.pretrained else LR
-        choose('compare_lr', args.lr or float(f'{others_lr * lr_scale:.1e}'), 'of AdamW, for the other models')
-    kind = 'weights that are there' if own else 'small models'
+        others_lr = lr if args.pretrained or args.opt == 'muon' else LR
+        choose('compare_lr', args.lr or float(f'{others_lr * lr_scale:.1e}'), f'of {args.opt}, for the other models')
     fewer = f', times the square root of {lr_scale ** 2:g} as steps are smaller' if lr_scale < 1 else ''
-    choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for {kind} and AdamW{fewer}')
+    choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for {kind} and {args.opt}{fewer}')
     switch = ATTEND_SWITCH if args.attend else 1. if is_hybrid or own else 0.4
     choose('switch', switch, 'of the epochs are phase 1')
     if own:

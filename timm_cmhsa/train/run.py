@@ -156,7 +156,7 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
                 Checkpoint.of(phase2)  # raises if it could not be saved
         except TypeError as e:
             raise ValueError(f'{one_line(e)} --switch 1 trains {args.model} alone.') from e
-    create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr)
+    create_optimizer_v2(model.to(args.device), args.opt, lr=args.lr, **args.opt_kwargs)
     trainer = Trainer(args, images, model)
     if args.start:
         if isinstance(model, Cmhsa):
