@@ -433,7 +433,8 @@ def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
     state, groups = (checkpoint['optimizer'][key] for key in ('state', 'param_groups'))
     steps = {False: set(), True: set()}
     for group in groups:
-        steps['full_scale' in group] |= {int(state[index]['step']) for index in group['params'] if 'step' in state[index]}
+        counted = [state[index] for index in group['params'] if 'step' in state[index]]  # by AdamW in Muon
+        steps['full_scale' in group] |= {int(each['step']) for each in counted}
     assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
 
 
@@ -453,9 +454,11 @@ def test_more_options(photos, tmp_path):
     results = train_two_phases(
         photos, output=tmp_path, separate_schedules=True, phase2_lr=1e-4, ema=0.9, grad_accum_steps=2, keep='best',
         architecture='test_cmhsa_attn', phase2_kwargs=dict(num_heads=10), compile=False,
-        model_kwargs=dict(in_chans=1), **OPTIONS)
+        model_kwargs=dict(in_chans=1), opt_kwargs=dict(momentum=0.5), **OPTIONS)
     assert 'optimistic' in (tmp_path / 'results.md').read_text()
-    history = torch.load(tmp_path / 'checkpoints' / 'phase2.pth.tar', weights_only=True)['history']
+    checkpoint = torch.load(tmp_path / 'checkpoints' / 'phase2.pth.tar', weights_only=True)
+    history = checkpoint['history']
+    assert {group['momentum'] for group in checkpoint['optimizer']['param_groups']} == {0.5}
     assert results['top1'] == max(point['top1'] for point in history)
     assert results['curves']['phase 2'] == history
     assert timm_cmhsa.load_model(tmp_path / 'model').blocks[0].attn.num_heads == 10

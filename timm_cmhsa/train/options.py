@@ -25,7 +25,9 @@ UNEQUAL = 5  # times the images of the smallest class
 MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
 CROPPED_NOTED = 0.2
 CROP = 0.35  # of the area of a large image, at least
-LR, HYBRID_LR, MUON_LR, LR_BATCH = 1e-3, 2e-3, 0.05, 64  # AdamW's and Muon's, for so many images in a step or more
+LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
+MUON_LR = 0.05
+LR_BATCH = 64  # images in a step, from which on these are right
 POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr',
             'compare_lr', 'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
@@ -72,8 +74,8 @@ def add_options(parser: ArgumentParser) -> None:
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
     add('--lr', type=float,
-        help=f'learning rate (default: {MUON_LR} for Muon; for AdamW, {HYBRID_LR} for hybrids, {LR} for others; less for '
-        'small batches)')
+        help=f'learning rate (default: {MUON_LR} for Muon; {HYBRID_LR} for hybrids and {LR} for others with AdamW; '
+        'less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else that of other models)')
     add('--warmup-epochs', metavar='N', type=int, default=5,
