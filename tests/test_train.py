@@ -379,7 +379,7 @@ def one_and_two(tmp_path):
         (tmp_path / split / name).mkdir(parents=True, exist_ok=True)
         Image.new('RGB', (SIDE, SIDE), (80 * label, 20 * i, 100)).save(tmp_path / split / name / f'{i}.png')
     command = ['-m', 'timm_cmhsa.train', '--data-dir', tmp_path, '--img-size', SIDE, '--mixup', 0, '--cutmix', 0,
-               '--scale', 0.9, '--no-amp', '--device', 'cpu', '--opt', 'adamw']  # Muon rounds to bfloat16
+               '--scale', 0.9, '--no-amp', '--device', 'cpu', '--opt', 'adamw']  # Muon amplifies rounding
 
     def run(*options):
         run_python(*command, *options, '--output', tmp_path / 'one', '--batch-size', 12)

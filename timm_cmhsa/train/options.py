@@ -194,7 +194,7 @@ def choose_options(
     if args.minutes is None:
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
-    choose('opt', 'adamw' if own else 'muon', 'changes weights least' if own else 'learns fastest from scratch')
+    choose('opt', 'adamw' if own else 'muon', 'from weights' if own else 'learns faster than AdamW from scratch')
     lr_scale = min(args.batch_size * batches / LR_BATCH, 1.) ** 0.5
     kind = 'weights that are there' if own else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
