@@ -78,6 +78,15 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
     assert_hardly_moved(weights(tmp_path), timm.create_model(f'local-dir:{source}', pretrained=True))
 
 
+@pytest.mark.parametrize('enough, rounds', [(4, {1, 4, 16}), (0, {1})])
+def test_few_steps_are_timed_where_they_are_slow(source, photos, tmp_path, monkeypatch, enough, rounds):
+    monkeypatch.setattr('timm_cmhsa.train.trainer.ENOUGH', enough)
+    train_two_phases(
+        photos, output=tmp_path, model=f'local-dir:{source}', minutes=0.001, **{**OPTIONS, 'epochs': None})
+    timed = tmp_path.glob('checkpoints/phase1-*-timing.pth.tar')
+    assert {int(path.name.split('-')[1]) for path in timed} == rounds
+
+
 def test_a_folder_with_attention(source, photos, tmp_path):
     """Its classifier alone can learn; its size and channels are its own."""
     model = timm.create_model(f'local-dir:{source}', pretrained=True)

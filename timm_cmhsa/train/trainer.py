@@ -34,7 +34,8 @@ from ..models import Cmhsa
 from ..predict import mirrored
 from .data import Images, make_loaders
 
-TIMED, TIMING = 16, '-timing'  # steps in a row, and what ends the name of their checkpoint
+TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name of their checkpoint
+ENOUGH = 4  # seconds of such steps, beside which the start of a loader is nothing
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 
@@ -193,13 +194,16 @@ class Trainer:
 
     def seconds_per_epoch(self, name: str, model: nn.Module) -> float:
         """Return how long an epoch of training takes, by a few steps of a copy. The answer stays when a run goes on."""
-        few = copy.copy(self)
+        few, model = copy.copy(self), copy.deepcopy(model)
         few.args = Namespace(**{**vars(self.args), 'epochs': 4})
-        few.updates = min(self.updates, TIMED)
         few.loaders = self.loaders._replace(judged={'validation': [self.loaders.drawn]})
-        history = few.fit(name + TIMING, copy.deepcopy(model), range(4)).history
-        # without the first, which may compile
-        seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
+        for steps in TIMED:
+            few.updates = min(self.updates, steps)
+            history = few.fit(f'{name}-{steps}{TIMING}', model, range(4)).history
+            # without the first, which may compile
+            seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
+            if seconds > ENOUGH:
+                break
         return seconds * self.updates / few.updates
 
     def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
