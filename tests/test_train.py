@@ -555,7 +555,8 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
             (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1., 1.))):
         args = parse('--compare', 'resnet18', *options)
         choose_options(args, data)
-        assert (args.img_size, args.model, args.lr, args.compare_lr, args.switch) == expected
+        rival = args.rivals['resnet18'].get('lr', args.lr)
+        assert (args.img_size, args.model, args.lr, rival, args.switch) == expected
 
 
 @pytest.mark.parametrize(('number', 'epochs'), [(100, 300), (8_000, 32), (50_000, 30)])

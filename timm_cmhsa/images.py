@@ -20,6 +20,7 @@ _logger = logging.getLogger(__name__)
 
 NUM_NOISE_IMAGES = 8
 SYSTEM_FOLDERS = '__MACOSX', '@eaDir', '$RECYCLE.BIN', 'System Volume Information', 'lost+found'
+IMAGE_SUFFIXES = (*IMG_EXTENSIONS, '.gif')
 FORMATS = ('PNG', 'JPEG', 'WEBP', 'GIF', 'BMP', 'TIFF', 'PPM')  # Pillow runs external programs for some others
 
 
@@ -73,7 +74,7 @@ def class_name(folder: str) -> str:
 def find_images(root: Path) -> List[Path]:
     """Return the image files of a folder and its subfolders, sorted, without hidden ones such as Jupyter's."""
     files = []
-    for folder, names, found in os.walk(root):
+    for folder, names, found in os.walk(root, followlinks=True):
         names[:] = [name for name in names if not is_hidden(name)]
         files += [Path(folder, name) for name in found]
     # a broken link is an image that cannot be read, and named as such; a pipe is none
@@ -81,7 +82,7 @@ def find_images(root: Path) -> List[Path]:
 
 
 def is_image(file: Path) -> bool:
-    return file.suffix.lower() in IMG_EXTENSIONS and not is_hidden(file.name)
+    return file.suffix.lower() in IMAGE_SUFFIXES and not is_hidden(file.name)
 
 
 def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.Tensor, List[str]]:
@@ -96,7 +97,7 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
         raise CheckpointError(f'{count} images of {folder} were asked for: ask for 1 or more.')
     files = find_images(root)
     if not files:
-        raise CheckpointError(f'{folder} has no images ({", ".join(IMG_EXTENSIONS)}).')
+        raise CheckpointError(f'{folder} has no images ({", ".join(IMAGE_SUFFIXES)}).')
     files = [files[i] for i in evenly_spaced(len(files), count)]
     images, reasons = read_images(image_reader(model), files)
     names = [str(file.relative_to(root)) for file in files]

@@ -11,14 +11,13 @@ import torch
 from timm.utils import accuracy
 from torch import nn
 from torch.utils.data import DataLoader
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from tqdm import tqdm
 
 from .checkpoint import open_model
 from .cli import ANY_SOURCE, Parser, run_command
 from .errors import CheckpointError, one_line, text_table
 from .files import PathLike, check_destination, replacing, write_csv
-from .images import class_name, find_images, image_reader, load_image, read_images
+from .images import IMAGE_SUFFIXES, class_name, find_images, image_reader, load_image, read_images
 
 _logger = logging.getLogger(__name__)
 
@@ -72,7 +71,7 @@ def predict(
         if value < least:
             raise ValueError(f'{name} {value} must be at least {least}.')
     if not files:
-        raise CheckpointError(f'{" ".join(map(printable, paths))} has no images ({", ".join(IMG_EXTENSIONS)}).')
+        raise CheckpointError(f'{" ".join(map(printable, paths))} has no images ({", ".join(IMAGE_SUFFIXES)}).')
     model = model if isinstance(model, nn.Module) else open_model(model)
     names, logits, reasons = class_names(model), [], []
     classify = mirrored(model) if tta else model
@@ -149,22 +148,21 @@ def _show(predictions: Predictions, output: Optional[Path]) -> None:
         _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
 
 
-def _write(predictions: Predictions, output: Path, top: int, force: bool) -> None:
-    """Write all predictions, and beside them pictures of the mistakes if folders tell the classes."""
+def _draw(predictions: Predictions, output: Path, force: bool) -> None:
+    """Draw the mistakes, beside the predictions, if folders tell the classes."""
     files, logits, names, targets = predictions
-    with replacing(output, force) as new:
-        write_csv(new, predictions.rows(top))
-    if targets is not None:
-        from matplotlib import rc_context
+    if targets is None:
+        return
+    from matplotlib import rc_context
 
-        from .evaluation import error_figures, text_style
+    from .evaluation import error_figures, text_style
 
-        figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
-        for name, draw in figures.items():
-            with replacing(output.with_name(name), force) as new, rc_context(text_style(names)):
-                draw().savefig(new)
-        for name in {*PICTURES} - figures.keys():
-            output.with_name(name).unlink(missing_ok=True)  # of an earlier model
+    figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
+    for name, draw in figures.items():
+        with replacing(output.with_name(name), force) as new, rc_context(text_style(names)):
+            draw().savefig(new)
+    for name in {*PICTURES} - figures.keys():
+        output.with_name(name).unlink(missing_ok=True)  # of an earlier model
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
@@ -191,9 +189,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         for name in (args.output.name, *PICTURES) if args.output else ():
             check_destination(args.output.with_name(name), args.force)
         predictions = predict(args.model, args.photos, args.batch_size, args.workers, args.device, args.tta)
+        if args.output:  # first, as what follows may need an extra
+            with replacing(args.output, args.force) as new:
+                write_csv(new, predictions.rows(args.top))
         _show(predictions, args.output)
         if args.output:
-            _write(predictions, args.output, args.top, args.force)
+            _draw(predictions, args.output, args.force)
 
     return run_command(parser.prog, run)
 

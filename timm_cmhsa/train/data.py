@@ -15,12 +15,11 @@ from timm.data import create_dataset, create_loader, create_transform
 from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
 from torch.distributed import barrier
 from torch.utils.data import Dataset, Subset
-from torchvision.datasets.folder import IMG_EXTENSIONS
 from torchvision.transforms import Compose, InterpolationMode, RandomCrop, RandomHorizontalFlip, Resize
 from tqdm import tqdm
 
 from ..errors import one_line
-from ..images import class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
+from ..images import IMAGE_SUFFIXES, class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
 
 VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
@@ -187,7 +186,7 @@ def _read(root: Path, notes: List[str]) -> Samples:
     files = {name: find_images(folder) for name, folder in classes.items()}
     empty = ', '.join(name for name, paths in files.items() if not paths)
     if empty:
-        formats = ', '.join(IMG_EXTENSIONS)
+        formats = ', '.join(IMAGE_SUFFIXES)
         raise ValueError(f'{root}: Found no valid file for the classes {empty}. Supported extensions are: {formats}.')
     if len(classes) < 2:
         found = f'one class, {next(iter(classes))}' if classes else 'no class'

@@ -5,6 +5,8 @@ from typing import Any, Dict, List, Mapping, Optional
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.layers import to_2tuple, to_ntuple
+from timm.models import parse_model_name
+from timm.models._hub import load_model_config_from_hf, load_model_config_from_path
 from timm.utils import random_seed
 from timm.utils.model import freeze_batch_norm_2d
 from torch import nn
@@ -15,6 +17,7 @@ from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
 
 CLASSIFIER_STD = 0.01
+MAX_CHANS = 16  # of images
 SOURCES = 'hf-hub:', 'local-dir:'  # of models with weights, before their names
 
 
@@ -52,6 +55,7 @@ def create_model(
     has_weights = pretrained or name.startswith(SOURCES)
     model = _attended(name, img_size, kwargs) if name.startswith(SOURCES) else None
     if model is None:
+        kwargs = {**_told_args(name), **kwargs}
         overlay: Dict[str, Any] = {}
         if checkpoint is not None:
             overlay = _as_pretrained(name, checkpoint)
@@ -69,6 +73,7 @@ def create_model(
             raise ValueError(f'{source}: {one_line(e)}') from e
         if checkpoint is not None:
             _check_names(model, overlay['state_dict'], checkpoint)
+        model.base_args = {key: value for key, value in kwargs.items() if key != 'num_classes'}
     cfg: Dict[str, Any] = dict(model.pretrained_cfg)
     cfg.pop('state_dict', None)
     if has_weights and model.num_classes != cfg['num_classes']:
@@ -103,6 +108,17 @@ def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any
     return model
 
 
+def _told_args(name: str) -> Dict[str, Any]:
+    """Return the arguments that the config.json of a folder, or on the Hub, gives a model, but for its size."""
+    source, model_id = parse_model_name(name)
+    load = {'local-dir': load_model_config_from_path, 'hf-hub': load_model_config_from_hf}.get(source)
+    try:
+        args = load(model_id)[2] if load else {}
+    except Exception:  # timm says what is wrong
+        args = {}
+    return {key: value for key, value in (args or {}).items() if key not in ('img_size', 'num_classes')}
+
+
 def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
     """Return a checkpoint or state dict as a pretrained configuration that timm loads, for any number of classes."""
     checkpoint, cfg = Checkpoint.read(file), timm.get_pretrained_cfg(name)
@@ -112,18 +128,24 @@ def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
         weights = [tensors[f'{layer}.weight'] for layer in to_ntuple(1)(layers) if f'{layer}.weight' in tensors]
         return weights[0].shape[axis] if weights else default
 
+    in_chans = length(cfg.first_conv, 1, cfg.input_size[0])
+    if in_chans > MAX_CHANS:  # of pixels side by side, which the first layer takes as channels
+        in_chans = cfg.input_size[0]
     size = to_2tuple(checkpoint.spec.model_args.get('img_size', cfg.input_size[1:]))
     return dict(
         {key: value for key, value in told.items() if key not in LABEL_KEYS}, state_dict=tensors, custom_load=False,
-        num_classes=length(cfg.classifier, 0, 0), input_size=(length(cfg.first_conv, 1, cfg.input_size[0]), *size))
+        num_classes=length(cfg.classifier, 0, 0), input_size=(in_chans, *size))
 
 
 def _check_names(model: Any, tensors: Mapping[str, Any], file: PathLike) -> None:
-    """Raise ValueError if a file lacks a tensor of a model, but for its classifier."""
-    others = ('num_batches_tracked', 'padding_size', *to_ntuple(1)(model.pretrained_cfg['classifier']))
-    lacking = [name for name in model.state_dict() if name not in tensors and not any(each in name for each in others)]
-    if lacking:
-        raise ValueError(f'{file} is not of this model, as it lacks {lacking[0]}: give the --model that it is of.')
+    """Raise ValueError if a file lacks a tensor of a model, or has further weights, but for its classifier."""
+    classifiers = tuple(f'{name}.' for name in to_ntuple(1)(model.pretrained_cfg['classifier']))
+    own, told = ({name for name in each if not name.startswith(classifiers)} for each in (model.state_dict(), tensors))
+    lacking = [name for name in sorted(own - told) if not name.endswith(('num_batches_tracked', 'padding_size'))]
+    further = [name for name in sorted(told - own) if name.endswith('.weight')]
+    for name in (*lacking, *further)[:1]:
+        raise ValueError(
+            f'{file} is not of this model, as one of them lacks {name}: give the --model that it is of.')
 
 
 def freeze_features(model: Any) -> None:

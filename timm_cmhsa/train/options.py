@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from collections import Counter
 from pathlib import Path
 from statistics import median
-from typing import Any, Dict, List, Mapping
+from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import timm
 import torch
@@ -24,6 +24,7 @@ ATTEND_SWITCH = 0.5  # of phase 1, where phase 2 is of another CNN
 UNEQUAL = 5  # times the images of the smallest class
 MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
 CROPPED_NOTED = 0.2
+FAST_SIZE = 160  # pixels, from weights
 CROP = 0.35  # of the area of a large image, at least
 LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
 MUON_LR = 0.05
@@ -36,7 +37,7 @@ CHOICES = dict(
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
     'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank',
-    'log', 'output', 'rank'}
+    'log', 'output', 'rank', 'rivals'}
 STEP = 'batch_size', 'grad_accum_steps', 'world_size'  # their product is the number of images of a step
 
 
@@ -77,7 +78,7 @@ def add_options(parser: ArgumentParser) -> None:
         help=f'learning rate (default: {MUON_LR} for Muon; {HYBRID_LR} for hybrids and {LR} for others with AdamW; '
         'less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
-    add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else that of other models)')
+    add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else by their weights)')
     add('--warmup-epochs', metavar='N', type=int, default=5,
         help='at most a quarter of the epochs (default: %(default)s)')
     add('--opt', metavar='NAME', help="timm's name of the optimizer (default: muon, from weights adamw)")
@@ -133,8 +134,9 @@ def check_options(args: Namespace) -> None:
         raise ValueError('--attend is what phase 2 has: use a --switch below 1, and no --architecture.')
     if args.start and starts_from_weights(args):
         raise ValueError('--start is for an untrained ViT: leave it out, or the weights.')
-    if args.freeze and (args.attend or not starts_from_weights(args)):
-        raise ValueError('--freeze trains the classifier of a model with weights: add --pretrained, without --attend.')
+    if args.freeze and (args.attend or (args.switch or 1.) < 1 or not starts_from_weights(args)):
+        raise ValueError(
+            '--freeze trains the classifier of a model with weights: add --pretrained, without --attend and --switch.')
     given = dict(
         img_size='--img-size', seed='--seed', num_classes='the folders', crop_mode='--fit', pretrained='--pretrained',
         checkpoint='--initial-checkpoint')
@@ -164,7 +166,10 @@ def choose_options(
     side = round(median(map(min, images.sizes)))
     cropped = 1 - median(min(size) / max(size) for size in images.sizes)
     if own:
-        choose('img_size', own['input_size'][-1], 'that of the weights')
+        size = own['input_size'][-1]
+        is_slow = size > FAST_SIZE and torch.device(args.device).type == 'cpu'
+        faster = f'; --img-size {FAST_SIZE} is about twice as fast on a processor' if is_slow else ''
+        choose('img_size', size, f'that of the weights{faster}')
         fits = {mode: fit for fit, mode in CROP_MODES.items()}
         choose('fit', fits.get(own['crop_mode'], 'crop'), 'that of the weights')
     fitting_size = max((size for size in SIZES if size <= 1.15 * side), default=SIZES[0])
@@ -194,22 +199,25 @@ def choose_options(
     if args.minutes is None:
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
-    choose('opt', 'adamw' if own else 'muon', 'from weights' if own else 'learns faster than AdamW from scratch')
-    lr_scale = min(args.batch_size * batches / LR_BATCH, 1.) ** 0.5
-    kind = 'weights that are there' if own else 'hybrids' if is_hybrid else 'other models'
-    lr = PRETRAINED_LR if own else HYBRID_LR if is_hybrid else LR
-    if args.opt == 'muon':
-        lr, kind = MUON_LR, 'all models'
-    if args.compare:
-        others_lr = lr if args.pretrained or args.opt == 'muon' else LR
-        choose('compare_lr', args.lr or float(f'{others_lr * lr_scale:.1e}'), f'of {args.opt}, for the other models')
-    fewer = f', times the square root of {lr_scale ** 2:g} as steps are smaller' if lr_scale < 1 else ''
-    choose('lr', float(f'{lr * lr_scale:.1e}'), f'{lr:g} for {kind} and {args.opt}{fewer}')
+    share, opt = min(args.batch_size * batches / LR_BATCH, 1.), args.opt or fitting.get('opt')
+    recipe = _recipe(opt, bool(own), is_hybrid, share)
+    args.rivals = {}
+    for name in args.compare:
+        has_weights = args.pretrained or name.startswith(SOURCES)
+        chosen = _recipe(opt, has_weights, name.startswith('cmhsa_hybrid'), share)
+        given = {key for key in chosen if getattr(args, key) is not None or (key in fitting and key != 'lr')}
+        if chosen['opt'] != recipe['opt']:  # whose rate is another thing
+            given -= {'lr'}
+        args.rivals[name] = {key: value for key, (value, _) in chosen.items() if key not in given}
+        if args.compare_lr is not None:
+            args.rivals[name]['lr'] = args.compare_lr
+        options = (f'--{key.replace("_", "-")} {value}' for key, value in args.rivals[name].items())
+        notes.append(' '.join([f'--compare {name}:', *options]))
+    for key, (value, reason) in recipe.items():
+        if value is not None:
+            choose(key, value, reason)
     switch = ATTEND_SWITCH if args.attend else 1. if is_hybrid or own else 0.4
     choose('switch', switch, 'of the epochs are phase 1')
-    if own:
-        choose('layer_decay', PRETRAINED_LAYER_DECAY, 'weights of early layers change least')
-        choose('mixup_prob', 0., 'in few epochs images are not mixed')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
     if args.tta and args.no_flip:
         raise ValueError('--tta averages mirror images, which --no-flip says are other images: leave one out.')
@@ -220,7 +228,6 @@ def choose_options(
     if args.scale == 1:
         choose('shift', args.img_size // 8, 'pixels at most, an eighth')
     args.shift = args.shift or 0
-    choose('mixup_prob', 0.5, 'of the batches get Mixup or CutMix')
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)
     workers = min(os.cpu_count() or 1, 8) if is_slow else 0
@@ -232,6 +239,25 @@ def choose_options(
     if 'amp_dtype' in before:
         args.amp_dtype = None if before['amp_dtype'] == 'None' else before['amp_dtype']
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
+
+
+def _recipe(opt: Optional[str], has_weights: bool, is_hybrid: bool, share: float) -> Dict[str, Tuple[Any, str]]:
+    """Return what is chosen for a model by whether it starts from weights, and why, by option.
+
+    `opt` is an optimizer that is given. Steps have `share` of the images for which learning rates are right.
+    """
+    kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
+    lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
+    reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
+    opt = opt or ('adamw' if has_weights else 'muon')
+    if opt == 'muon':
+        lr, kind = MUON_LR, 'all models'
+    fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
+    return dict(
+        opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} for {kind} and {opt}{fewer}'),
+        layer_decay=(PRETRAINED_LAYER_DECAY if has_weights else None, 'weights of early layers change least'),
+        mixup_prob=(0., 'in few epochs images are not mixed') if has_weights else (
+            0.5, 'of the batches get Mixup or CutMix'))
 
 
 def fingerprint(args: Namespace) -> Dict[str, Any]:

@@ -19,7 +19,7 @@ from ..images import data_config
 from ..models import Cmhsa, CmhsaConv
 from ..start import start_as_convolution
 from .data import open_images
-from .model import SOURCES, create_model, freeze_features, starts_from_weights
+from .model import create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
 
@@ -71,9 +71,7 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
             return rewrite(copy.deepcopy(model))
         options = {'peak': None if args.architecture else PEAK, **args.phase2_kwargs}
         if args.attend:
-            attended: Any = attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
-            attended.base_args = args.model_kwargs
-            return attended
+            return attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
         return convert_model(model, args.architecture, **options)
 
     try:
@@ -175,10 +173,9 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
 
 def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Judged:
     """Train another model for as many seconds, on the same images and by the same schedule."""
-    args = Namespace(**vars(trainer.args))
-    args.lr = args.compare_lr
-    if not args.pretrained and not name.startswith(SOURCES):
-        args.layer_decay = None
+    args = Namespace(**{**vars(trainer.args), **trainer.args.rivals[name]})
+    if args.opt != trainer.args.opt:
+        args.opt_kwargs = {}
     trainer = Trainer(args, trainer.images, model, trainer.log)
     title = f'{name.replace(":", "_").replace("/", "_")}-{args.lr:g}'  # at another rate it is another training
     args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)), 1)

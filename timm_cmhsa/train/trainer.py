@@ -120,16 +120,15 @@ class Trainer:
         self.args, self.images, self.log, self.device = args, images, log, torch.device(args.device)
         self.loaders = make_loaders(images, args, data_config(model))
         self.updates = len(self.loaders.train) // args.grad_accum_steps  # of an epoch
-        self.mixup, smoothing = None, args.smoothing
+        self.mixup = None
         if args.mixup or args.cutmix:
-            self.mixup, smoothing = Mixup(
+            self.mixup = Mixup(
                 args.mixup, args.cutmix, prob=args.mixup_prob, label_smoothing=args.smoothing,
-                num_classes=len(args.classes)), 0.
-        weight = None
+                num_classes=len(args.classes))
+        self.class_weights = None
         if args.class_weights:
             counts = torch.tensor(args.class_counts, dtype=torch.float)
-            weight = (counts.sum() / counts.clamp(min=1) / len(counts)).to(self.device)
-        self.loss_fn = nn.CrossEntropyLoss(weight, label_smoothing=smoothing)
+            self.class_weights = (counts.sum() / counts.clamp(min=1) / len(counts)).to(self.device)
 
     def fit(
             self, name: str, model: nn.Module, epochs: range, before: Optional[Trained] = None,
@@ -250,7 +249,7 @@ class Trainer:
                     images, targets = self.mixup(images, targets)
                 with autocast:
                     logits = state.forward(images)
-                loss = self.loss_fn(logits.float(), targets) / args.grad_accum_steps
+                loss = self._loss(logits.float(), targets) / args.grad_accum_steps
                 total += loss.detach()
                 state.scaler.scale(loss).backward()
             state.scaler.step(optimizer)
@@ -261,6 +260,18 @@ class Trainer:
         measured = total.new_tensor([total.item() / self.updates, time.perf_counter() - start])
         loss, seconds = (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
         return loss, seconds
+
+    def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Return the loss of a batch, for classes, (N,), or for what Mixup makes of them, (N, num_classes)."""
+        smoothing = self.args.smoothing
+        if self.class_weights is None:
+            return F.cross_entropy(logits, targets, label_smoothing=0. if self.mixup else smoothing)
+        if not self.mixup:
+            losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction='none')
+            return (losses * self.class_weights[targets]).mean()
+        # Of an image, not of a class: cross_entropy's own weights would multiply what smoothing gives a rare class.
+        shares = (targets - smoothing / targets.shape[1]) / (1 - smoothing)
+        return (F.cross_entropy(logits, targets, reduction='none') * (shares @ self.class_weights)).mean()
 
     @contextmanager
     def _one_line_errors(self, name: str) -> Iterator[None]:
