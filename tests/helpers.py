@@ -1,4 +1,5 @@
 """Models, images and comparisons that several test files share."""
+import argparse
 import multiprocessing
 import os
 import resource
@@ -15,6 +16,7 @@ from PIL import Image
 from timm.optim import create_optimizer_v2
 
 import timm_cmhsa
+from timm_cmhsa.train.options import add_options
 
 
 def phase1(name='test_cmhsa_conv_k3', seed=0, **kwargs):
@@ -138,3 +140,12 @@ def run_forked(function, hook=None, memory=None):
     process.start()
     process.join()
     return process.exitcode
+
+
+def parse(*options):
+    """Return the options of a command, in one process."""
+    parser = argparse.ArgumentParser()
+    add_options(parser)
+    args = parser.parse_args(['--device', 'cpu', *map(str, options)])
+    vars(args).update(rank=0, world_size=1, distributed=False)
+    return args

@@ -32,6 +32,8 @@ FORMS = {
     'hybrid, phase 1': hybrid,
     'hybrid, phase 2': lambda: timm_cmhsa.convert_model(hybrid(), peak=0.75),
     'cnn': lambda: timm.create_model('test_resnet', num_classes=3),
+    'cnn, phase 2': lambda: timm_cmhsa.attend_convs(
+        timm.create_model('test_resnet', num_classes=3), 'layer4.*', input_size=(3, 160, 160)),
     'half': lambda: phase1(num_classes=3).bfloat16()}
 
 

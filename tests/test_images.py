@@ -37,6 +37,14 @@ def test_hidden_images_are_not_found(folder, model, caplog):
     assert not caplog.records
 
 
+def test_links_to_folders_and_gif_files_are_found(tmp_path):
+    (tmp_path / 'elsewhere').mkdir()
+    Image.new('RGB', (4, 4)).save(tmp_path / 'elsewhere' / 'a.gif')
+    (tmp_path / 'photos').mkdir()
+    (tmp_path / 'photos' / 'cat').symlink_to(tmp_path / 'elsewhere')
+    assert find_images(tmp_path / 'photos') == [tmp_path / 'photos' / 'cat' / 'a.gif']
+
+
 @pytest.mark.parametrize('count', [0, -1])
 def test_no_images_cannot_be_asked_for(count, folder, model):
     with pytest.raises(timm_cmhsa.CheckpointError, match=f'^{count} images of .* were asked for: ask for 1 or more.$'):

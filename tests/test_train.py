@@ -1,5 +1,4 @@
 """Both phases on a folder of images: results, pictures and models; stopped runs; bad input."""
-import argparse
 import csv
 import itertools
 import json
@@ -13,7 +12,7 @@ import numpy as np
 import pytest
 import timm
 import torch
-from helpers import assert_equal, is_picture, run_python, write_image
+from helpers import assert_equal, is_picture, parse, run_python, write_image
 from matplotlib import rc_context
 from PIL import ExifTags, Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -24,7 +23,7 @@ from timm_cmhsa.images import data_config, image_reader, load_image, read_folder
 from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
 from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, open_images, write_digits
-from timm_cmhsa.train.options import add_options, choose_options
+from timm_cmhsa.train.options import choose_options
 from timm_cmhsa.train.report import draw_curves, mistake_rows, paired_interval, write_report
 from timm_cmhsa.train.trainer import Judged
 
@@ -56,15 +55,6 @@ def changed(photos, root, changes):
             (root / change).parent.mkdir(exist_ok=True)
             path.rename(root / change)
     return root
-
-
-def parse(*options):
-    """Return the options of a command, in one process."""
-    parser = argparse.ArgumentParser()
-    add_options(parser)
-    args = parser.parse_args(['--device', 'cpu', *map(str, options)])
-    vars(args).update(rank=0, world_size=1, distributed=False)
-    return args
 
 
 @pytest.fixture(scope='module')
