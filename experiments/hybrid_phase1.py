@@ -4,12 +4,11 @@ DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixe
 CIFAR-10. Every model trains on 3,000 of them for 100 epochs, with each learning rate, and is judged by 1,000 other
 training images. A run takes 10 to 40 minutes on one core. The output folder gets the table.
 """
-from functools import partial
 from typing import Any
 
 from common.options import make_run_parser
 from common.report import accuracies, show
-from common.runs import Run, replicate, run_all
+from common.runs import NARROW, Run, replicate, run_all
 from timm import layers
 from timm.models import register_model
 from timm.models.convmixer import ConvMixer
@@ -65,7 +64,10 @@ def run(title: str, model: str, lr: float, ema: float = 0., **model_kwargs: Any)
         model=model, model_kwargs=model_kwargs, img_size=32, batch_size=100, epochs=100, lr=lr, ema=ema))
 
 
-hybrid = partial(run, model='cmhsa_hybrid_conv_32')
+def hybrid(title: str, lr: float, ema: float = 0., **model_kwargs: Any) -> Run:
+    return run(title, 'cmhsa_hybrid_conv_32', lr, ema, **{**NARROW, **model_kwargs})
+
+
 ROWS = [
     hybrid('hybrid', lr=1e-3),
     hybrid('hybrid', lr=2e-3),

@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Iterable, Optional, Tuple
 
 from common.options import make_run_parser, positive_int
 from common.report import accuracies, half_interval, make_figure, show
-from common.runs import Result, Run, read_results, replicate, run_all
+from common.runs import NARROW, Result, Run, read_results, replicate, run_all
 from timm.models import VisionTransformer
 from torch import nn
 
@@ -56,7 +56,8 @@ def add_beside(model: Any, num_heads: int = 4, head_dim: int = 24, qk_dim: int =
 
 
 ALONE, BESIDE = 'phase 1 alone', 'heads beside, switch 0.4'
-FINE: Dict[str, Any] = dict(model_kwargs=dict(stem='32-96p', patch_size=2))
+FINE: Dict[str, Any] = dict(model_kwargs=dict(NARROW, stem='32-96p', patch_size=2))
+WIDE: Dict[str, Any] = dict(model_kwargs={})  # as cmhsa_hybrid_conv_32 is
 RAW: Dict[str, Any] = dict(model='cmhsa_conv_k5_patch4_32', model_kwargs=dict(hidden_chans=6, depth=4))
 ROWS: Dict[str, Tuple[float, Optional[Callable[[Any], nn.Module]], Dict[str, Any]]] = {
     # the epochs that take as long as one of phase 1 alone, how it is rewritten, and options
@@ -67,6 +68,8 @@ ROWS: Dict[str, Tuple[float, Optional[Callable[[Any], nn.Module]], Dict[str, Any
     'last block, switch 0.4': (0.77, attend_last, dict(switch=0.4)),
     BESIDE: (0.78, add_beside, dict(switch=0.4)),
     # for a GPU
+    'wide, phase 1 alone': (1., None, dict(switch=1., **WIDE)),
+    'wide, all blocks': (1., None, dict(switch=0.4, **WIDE)),
     'heads beside on a tenth of the width': (1., partial(add_beside, num_heads=2, head_dim=5), dict(switch=0.4)),
     '16 x 16 tokens, phase 1 alone': (1., None, dict(switch=1., **FINE)),
     '16 x 16 tokens, last block': (1., attend_last, dict(switch=0.4, **FINE)),
@@ -88,7 +91,7 @@ def main() -> None:
     rows = {}
     for title, (share, rewrite, options) in ROWS.items():
         epochs = max(round((1 if args.muon else share) * args.epochs), 2)
-        options = {'model': 'cmhsa_hybrid_conv_32', 'img_size': 32, 'epochs': epochs, **recipe, **options}
+        options = {'model': 'cmhsa_hybrid_conv_32', 'model_kwargs': NARROW, 'img_size': 32, 'epochs': epochs, **recipe, **options}
         rows[title] = Run(title, args.images, options, rewrite=rewrite)
     show(accuracies(run_all(replicate(rows, args), args)), args.output / 'hybrid_phase2.md')
     draw(read_results(args.results).values(), args.output / 'gain.png')

@@ -11,7 +11,7 @@ from typing import Any, Dict, List
 
 from common.options import make_run_parser
 from common.report import accuracies, make_figure, plot_mean_and_range, show
-from common.runs import Result, Run, replicate, run_all
+from common.runs import NARROW, Result, Run, replicate, run_all
 
 BOTH, SWITCH = 'both phases', 0.4
 
@@ -24,7 +24,7 @@ def run(title: str, model: str, epochs: int, lr: float = 1e-3, switch: float = 1
 ROWS = {row.title: row for row in (  # of as many epochs as take the same time
     run(BOTH, 'cmhsa_conv_k5_patch4_32', 60, switch=SWITCH, hidden_chans=6, depth=4),
     run('ViT', 'vit_tiny_patch16_224', 53, patch_size=4, depth=4, class_token=False, global_pool='avg'),
-    run('hybrid, phase 1', 'cmhsa_hybrid_conv_32', 87, lr=2e-3),
+    run('hybrid, phase 1', 'cmhsa_hybrid_conv_32', 87, lr=2e-3, **NARROW),
     run('ResNet-18', 'resnet18_cifar', 72, channels=(24, 48, 96, 192)),
 )}
 

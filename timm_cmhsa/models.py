@@ -316,8 +316,9 @@ default_cfgs = generate_default_cfgs({
 
 _PATCH4_32: Dict[str, Any] = dict(patch_size=4, hidden_chans=12)
 _TEST: Dict[str, Any] = dict(patch_size=4, depth=4)
+_HYBRID_32: Dict[str, Any] = dict(
+    stem='24-64p-64-192p-192-192p', patch_size=8, hidden_chans=192, depth=1, mlp_ratio=2., mlp_layer='depthwise')
 _HYBRID: Dict[str, Any] = dict(hidden_chans=96, depth=4, mlp_layer='depthwise')
-_HYBRID_32 = dict(_HYBRID, stem='32p-96p', patch_size=4)
 _HYBRID_64 = dict(_HYBRID, stem='24p-48p-96p', patch_size=8)
 _HYBRID_224 = dict(_HYBRID, stem='24p-48p-96p-96p', patch_size=16)
 _SOFT: Dict[str, Any] = dict(num_heads=20, rel_pos='padded_table')
@@ -400,7 +401,7 @@ def cmhsa_attn_soft_patch4_32(pretrained: bool = False, **kwargs: Any) -> CmhsaA
 
 @register_model
 def cmhsa_hybrid_conv_32(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA hybrid, convolution phase: a stem, then 4 blocks on 8 x 8 tokens of width 96. """
+    """ CMHSA hybrid, convolution phase: a stem of 6 convolutions, then a block on 4 x 4 tokens of width 192. """
     return create_cmhsa(CmhsaConv, 'cmhsa_hybrid_conv_32', pretrained, kwargs, **_HYBRID_32)
 
 
@@ -424,7 +425,7 @@ def cmhsa_hybrid_conv_224(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
 
 @register_model
 def cmhsa_hybrid_attn_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA hybrid, self-attention phase: a stem, then 4 blocks on 8 x 8 tokens of width 96. """
+    """ CMHSA hybrid, self-attention phase: a stem of 6 convolutions, then a block on 4 x 4 tokens of width 192. """
     return create_cmhsa(CmhsaAttn, 'cmhsa_hybrid_attn_32', pretrained, kwargs, **_HYBRID_32)
 
 
