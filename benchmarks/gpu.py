@@ -20,9 +20,9 @@ import timm
 import torch
 
 ROWS = (  # of experiments/hybrid_phase2.py, the most telling first
-    'wide, phase 1 alone', 'phase 1 alone', 'heads beside on a tenth of the width', 'last block, switch 0.4', 'all blocks, switch 0.4',
-    '16 x 16 tokens, phase 1 alone', '16 x 16 tokens, last block', 'wide, all blocks', 'raw patches, phase 1 alone',
-    'raw patches, all blocks')
+    'wide, phase 1 alone', 'phase 1 alone', 'heads beside on a tenth of the width', 'last block, switch 0.4',
+    'all blocks, switch 0.4', '16 x 16 tokens, phase 1 alone', '16 x 16 tokens, last block', 'wide, all blocks',
+    'raw patches, phase 1 alone', 'raw patches, all blocks')
 
 if not hasattr(timm.layers, 'resolve_self_attn_mask'):
     sys.exit(f'timm {timm.__version__} is too old: carry 1.0.26 or later along, and name its folder in PYTHONPATH.')

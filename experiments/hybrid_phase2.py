@@ -91,7 +91,9 @@ def main() -> None:
     rows = {}
     for title, (share, rewrite, options) in ROWS.items():
         epochs = max(round((1 if args.muon else share) * args.epochs), 2)
-        options = {'model': 'cmhsa_hybrid_conv_32', 'model_kwargs': NARROW, 'img_size': 32, 'epochs': epochs, **recipe, **options}
+        options = {
+            'model': 'cmhsa_hybrid_conv_32', 'model_kwargs': NARROW, 'img_size': 32, 'epochs': epochs, **recipe,
+            **options}
         rows[title] = Run(title, args.images, options, rewrite=rewrite)
     show(accuracies(run_all(replicate(rows, args), args)), args.output / 'hybrid_phase2.md')
     draw(read_results(args.results).values(), args.output / 'gain.png')
