@@ -66,7 +66,7 @@ def main() -> None:
     if args.quick:
         small = ['--device', device, '--batch-size', '1', '--steps', '1', '--rounds', '1', '--models', 'cmhsa_conv_k3']
         parts = {'Tests': (0.4, [*tests, '-k', 'rewrite_is_exact']), 'Speed': (0.75, [*measure, *small])}
-        trainings = {ROWS[1]: (1., [*train, '--quick', '--rows', ROWS[1]])}
+        trainings = {ROWS[2]: (1., [*train, '--quick', '--rows', ROWS[2]])}
     if args.data_dir:
         parts.update(trainings)
     memory = args.folder / 'status.json'
