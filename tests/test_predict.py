@@ -263,6 +263,13 @@ def test_bad_input_is_one_line(arguments, message, model, hub, tmp_path, monkeyp
     assert sorted(tmp_path.rglob('*')) == before
 
 
+def test_photos_without_classes_need_no_place_for_pictures(model, tmp_path):
+    write_images(tmp_path / 'photos', ['0.png'])
+    (tmp_path / 'confusion.png').write_text('of an evaluation')
+    assert main([str(model), str(tmp_path / 'photos'), '--output', str(tmp_path / 'out.csv')]) == 0
+    assert (tmp_path / 'confusion.png').read_text() == 'of an evaluation'
+
+
 def test_predictions_are_written_though_an_evaluation_lacks_its_extra(model, in_classes, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'timm_cmhsa.evaluation', None)  # as without scikit-learn
     assert main([str(model), str(in_classes), '--output', str(tmp_path / 'out.csv')]) == 2

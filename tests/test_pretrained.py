@@ -2,6 +2,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import timm
@@ -83,11 +84,31 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
     assert_hardly_moved(weights(tmp_path), timm.create_model(f'local-dir:{source}', pretrained=True))
 
 
-@pytest.mark.parametrize(('enough', 'rounds'), [(4, {1, 4, 16}), (0, {1})])
-def test_few_steps_are_timed_where_they_are_slow(source, photos, tmp_path, monkeypatch, enough, rounds):
-    monkeypatch.setattr('timm_cmhsa.train.trainer.ENOUGH', enough)
-    train_two_phases(
-        photos, output=tmp_path, model=f'local-dir:{source}', minutes=0.001, **{**OPTIONS, 'epochs': None})
+@pytest.mark.parametrize(('step', 'start', 'rounds', 'measured'), [
+    (0.1, 0., {1, 4, 16}, 0.9), (7., 1., {1, 4}, 65.25), (1., 5., {1, 4, 16}, 14.)])
+def test_few_steps_are_timed_where_they_are_slow(
+        step, start, rounds, measured, source, photos, tmp_path, monkeypatch):
+    """By a clock that goes on with every step, and from the start of an epoch to its end."""
+    now = 0.
+
+    def clock():
+        nonlocal now
+        now += start
+        return now
+
+    def count(*_):
+        nonlocal now
+        now += step
+
+    monkeypatch.setattr('timm_cmhsa.train.trainer.time', SimpleNamespace(perf_counter=clock))
+    images, args = open_folder(photos), parse('--output', tmp_path, '--batch-size', 4, '--no-amp')
+    choose_options(args, images)
+    model = create_model(f'local-dir:{source}', SIDE, 0, num_classes=3)
+    trainer = Trainer(args, images, model)
+    trainer.mixup = None
+    model.classifier.register_forward_hook(lambda layer, *_: count() if layer.training else None)
+    assert trainer.updates == 9
+    assert trainer.seconds_per_epoch('phase1', model) == pytest.approx(measured)
     timed = tmp_path.glob('checkpoints/phase1-*-timing.pth.tar')
     assert {int(path.name.split('-')[1]) for path in timed} == rounds
 

@@ -186,7 +186,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         parser.error(f'--output {args.output} must end in .csv')
 
     def run() -> None:
-        for name in (args.output.name, *PICTURES) if args.output else ():
+        root = Path(args.photos[0])
+        in_folders = root.is_dir() and any(each.is_dir() for each in root.iterdir())
+        for name in (args.output.name, *PICTURES * in_folders) if args.output else ():
             check_destination(args.output.with_name(name), args.force)
         predictions = predict(args.model, args.photos, args.batch_size, args.workers, args.device, args.tta)
         if args.output:  # first, as what follows may need an extra

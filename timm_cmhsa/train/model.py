@@ -55,7 +55,6 @@ def create_model(
     has_weights = pretrained or name.startswith(SOURCES)
     model = _attended(name, img_size, kwargs) if name.startswith(SOURCES) else None
     if model is None:
-        kwargs = {**_told_args(name), **kwargs}
         overlay: Dict[str, Any] = {}
         if checkpoint is not None:
             overlay = _as_pretrained(name, checkpoint)
@@ -73,7 +72,8 @@ def create_model(
             raise ValueError(f'{source}: {one_line(e)}') from e
         if checkpoint is not None:
             _check_names(model, overlay['state_dict'], checkpoint)
-        model.base_args = {key: value for key, value in kwargs.items() if key != 'num_classes'}
+        args = {**_told_args(name), **kwargs}  # what timm creates it with
+        model.base_args = {key: value for key, value in args.items() if key not in ('img_size', 'num_classes')}
     cfg: Dict[str, Any] = dict(model.pretrained_cfg)
     cfg.pop('state_dict', None)
     if has_weights and model.num_classes != cfg['num_classes']:
@@ -109,14 +109,10 @@ def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any
 
 
 def _told_args(name: str) -> Dict[str, Any]:
-    """Return the arguments that the config.json of a folder, or on the Hub, gives a model, but for its size."""
+    """Return the arguments that timm takes from the config.json of a folder, or on the Hub, if there is one."""
     source, model_id = parse_model_name(name)
     load = {'local-dir': load_model_config_from_path, 'hf-hub': load_model_config_from_hf}.get(source)
-    try:
-        args = load(model_id)[2] if load else {}
-    except Exception:  # timm says what is wrong
-        args = {}
-    return {key: value for key, value in (args or {}).items() if key not in ('img_size', 'num_classes')}
+    return (load(model_id)[2] or {}) if load else {}
 
 
 def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:

@@ -35,7 +35,7 @@ from ..predict import mirrored
 from .data import Images, make_loaders
 
 TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name of their checkpoint
-ENOUGH = 4  # seconds of such steps, beside which the start of a loader is nothing
+ENOUGH = 4  # seconds of such steps
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 
@@ -194,14 +194,16 @@ class Trainer:
     def seconds_per_epoch(self, name: str, model: nn.Module) -> float:
         """Return how long an epoch of training takes, by a few steps of a copy. The answer stays when a run goes on."""
         few, model = copy.copy(self), copy.deepcopy(model)
-        few.args = Namespace(**{**vars(self.args), 'epochs': 4})
+        few.args = Namespace(**{**vars(self.args), 'epochs': 3})
+        shortest = math.inf  # a step, and the start of a loader
         few.loaders = self.loaders._replace(judged={'validation': [self.loaders.drawn]})
         for steps in TIMED:
             few.updates = min(self.updates, steps)
-            history = few.fit(f'{name}-{steps}{TIMING}', model, range(4)).history
+            history = few.fit(f'{name}-{steps}{TIMING}', model, range(3)).history
             # without the first, which may compile
             seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
-            if seconds > ENOUGH:
+            shortest = min(shortest, seconds)
+            if seconds > max(ENOUGH, 3 * shortest):  # slow steps, beside which the start is little
                 break
         return seconds * self.updates / few.updates
 
