@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 import time
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -137,7 +138,7 @@ def test_hint_of_a_conversion_can_be_followed(digits, phase1, tmp_path, monkeypa
     assert (tmp_path / 'output/train/phase2/last.pth.tar').exists()
 
 
-@pytest.mark.parametrize('extra', [[], ['--torchcompile'], ['--amp', '--amp-dtype', 'bfloat16', '--model-ema']])
+@pytest.mark.parametrize('extra', [[], ['--torchcompile', '--amp', '--amp-dtype', 'bfloat16', '--model-ema']])
 def test_phase2_with_hard_heads_as_shifts(digits, phase1, tmp_path, extra):
     """The result is a checkpoint of attention with the accuracy of the shifts."""
     convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'converted')
@@ -154,15 +155,13 @@ def test_phase2_with_hard_heads_as_shifts(digits, phase1, tmp_path, extra):
     train(digits, tmp_path / 'attention', model, '--resume', last, '--no-resume-opt', '--epochs', 3)
 
 
-@pytest.mark.parametrize('model', [CONV, ATTN])
-@pytest.mark.parametrize('extra', [
-    '--amp --amp-dtype bfloat16', '--torchcompile', '--grad-checkpointing', '--model-ema --model-ema-decay 0.9',
-    '--layer-decay 0.75', '--channels-last', '--in-chans 1 --mean 0.1 --std 0.25',
-    '--img-size 24 --model-kwargs img_size=24',
-    '--mixup 0.8 --cutmix 1.0 --aa rand-m9-mstd0.5-inc1 --reprob 0.25 --drop-path 0.1',
-    '--mixup 0.8 --no-prefetcher --clip-grad 1.0 --grad-accum-steps 2'])
-def test_options(digits, tmp_path, model, extra):
-    stdout = train(digits, tmp_path / 'run', model, *extra.split())
+@pytest.mark.parametrize(('model', 'extra'), [(CONV, '--torchcompile'), *product([CONV, ATTN], [
+    '--amp --amp-dtype bfloat16 --model-ema --model-ema-decay 0.9 --layer-decay 0.75',
+    '--grad-checkpointing --in-chans 1 --mean 0.1 --std 0.25 --clip-grad 1.0 --grad-accum-steps 2 --channels-last',
+    '--img-size 24 --model-kwargs img_size=24 --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1.0 --no-prefetcher',
+    '--mixup 0.8 --cutmix 1.0 --reprob 0.25 --drop-path 0.1'])])
+def test_options(few, tmp_path, model, extra):
+    stdout = train(few, tmp_path / 'run', model, *extra.split())
     assert 'Traceback' not in stdout
     assert last_epoch(tmp_path / 'run')['train_loss'] < 3
 
