@@ -171,7 +171,8 @@ class Trainer:
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
-                logits, targets = self._predict(state.judged)
+                with self._autocast():  # curves need no more
+                    logits, targets = self._predict(state.judged)
                 point = dict(
                     epoch=epoch + 1, train_loss=loss, seconds=seconds,
                     loss=F.cross_entropy(logits, targets).item(), top1=accuracy(logits, targets)[0].item())
@@ -235,8 +236,6 @@ class Trainer:
             self.loaders.train.sampler.set_epoch(epoch)
         warmup = max(WARMUP_OF_NEW * len(state.schedule) * self.updates, 1)
         batches, total = iter(self.loaders.train), torch.zeros((), device=self.device)
-        dtype = getattr(torch, args.amp_dtype or 'bfloat16')
-        autocast = torch.autocast(self.device.type, dtype, enabled=bool(args.amp_dtype))
         state.model.train()
         for update in range(epoch * self.updates, (epoch + 1) * self.updates):
             for group in optimizer.param_groups:
@@ -249,7 +248,7 @@ class Trainer:
                 images, targets = images.to(self.device), targets.to(self.device)
                 if self.mixup is not None:
                     images, targets = self.mixup(images, targets)
-                with autocast:
+                with self._autocast():
                     logits = state.forward(images)
                 loss = self._loss(logits.float(), targets) / args.grad_accum_steps
                 total += loss.detach()
@@ -262,6 +261,10 @@ class Trainer:
         measured = total.new_tensor([total.item() / self.updates, time.perf_counter() - start])
         loss, seconds = (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
         return loss, seconds
+
+    def _autocast(self) -> torch.autocast:
+        dtype = getattr(torch, self.args.amp_dtype or 'bfloat16')
+        return torch.autocast(self.device.type, dtype, enabled=bool(self.args.amp_dtype))
 
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch, for classes, (N,), or for what Mixup makes of them, (N, num_classes)."""
@@ -294,7 +297,7 @@ class Trainer:
         classify, logits, targets = mirrored(model) if self.args.tta else model, [], []
         with torch.inference_mode(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             for images, target in self.loaders.judged[split]:
-                logits.append(classify(images.to(self.device)).cpu())
+                logits.append(classify(images.to(self.device)).float().cpu())
                 targets.append(target.cpu())
         return torch.cat(logits), torch.cat(targets)
 
