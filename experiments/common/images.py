@@ -13,14 +13,16 @@ BATCH_SIZE = 20
 OPTIONS: Dict[str, Any] = dict(batch_size=BATCH_SIZE, mixup=0., cutmix=0., no_flip=True, no_amp=True)  # of all digits
 
 
-def digits(root: Path, num_train: int, seed: int, canvas: int = CANVAS) -> Path:
+def digits(
+        root: Path, num_train: int, seed: int, canvas: int = CANVAS, num_validation: int = NUM_VALIDATION,
+        num_test: int = NUM_TEST) -> Path:
     """Return a folder of digits, those for testing the same for all seeds, at other places. Write it if needed."""
     def write(folder: Path) -> None:
-        write_digits(folder, num_train, seed, canvas, NUM_TEST)
+        write_digits(folder, num_train, seed, canvas, num_test)
         others = sorted(folder.glob('validation/*/*'))
-        for path in random.Random(seed).sample(others, len(others) - NUM_VALIDATION):
+        for path in random.Random(seed).sample(others, len(others) - num_validation):
             path.unlink()
-    return written(root / 'images' / f'digits{canvas}-{num_train}-seed{seed}', write)
+    return written(root / 'images' / f'digits{canvas}-{num_train}-{num_validation}-seed{seed}', write)
 
 
 def photos(root: Path, num_train: int, seed: int, data_dir: Path, num_held_out: int) -> Path:

@@ -101,9 +101,14 @@ def replicate(rows: Mapping[Key, Run], args: Namespace) -> Dict[Key, List[Run]]:
         titles = ', '.join(repr(run.title) for run in rows.values())
         raise SystemExit(f'No row is called {wanted}: choose from {titles}, or a part of a title with *.')
     changes: Dict[str, Any] = dict(num_train=100, options=dict(epochs=2)) if args.quick else {}
-    if 'data_dir' in args:
-        changes['data'] = partial(photos, data_dir=args.data_dir, num_held_out=10 if args.quick else NUM_HELD_OUT)
-    return {key: [run.change(**changes, seed=seed) for seed in range(args.seeds)] for key, run in chosen.items()}
+
+    def data(run: Run) -> Callable[[Path, int, int], Path]:
+        if 'data_dir' in args:
+            return partial(photos, data_dir=args.data_dir, num_held_out=10 if args.quick else NUM_HELD_OUT)
+        return partial(run.data, num_validation=100, num_test=100) if args.quick else run.data
+
+    return {key: [run.change(**changes, data=data(run), seed=seed) for seed in range(args.seeds)]
+            for key, run in chosen.items()}
 
 
 def run_all(runs: Mapping[Key, Sequence[Run]], args: Namespace) -> Dict[Key, List[Result]]:
