@@ -200,11 +200,11 @@ def choose_options(
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
     share, opt = min(args.batch_size * batches / LR_BATCH, 1.), args.opt or fitting.get('opt')
-    recipe = _recipe(opt, bool(own), is_hybrid, share)
+    recipe = _recipe(opt, args.model, bool(own), share)
     args.rivals = {}
     for name in args.compare:
         has_weights = args.pretrained or name.startswith(SOURCES)
-        chosen = _recipe(opt, has_weights, name.startswith('cmhsa_hybrid'), share)
+        chosen = _recipe(opt, name, has_weights, share)
         given = {key for key in chosen if getattr(args, key) is not None or (key in fitting and key != 'lr')}
         if chosen['opt'] != recipe['opt']:  # whose rate is another thing
             given -= {'lr'}
@@ -241,15 +241,18 @@ def choose_options(
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
 
 
-def _recipe(opt: Optional[str], has_weights: bool, is_hybrid: bool, share: float) -> Dict[str, Tuple[Any, str]]:
-    """Return what is chosen for a model by whether it starts from weights, and why, by option.
+def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> Dict[str, Tuple[Any, str]]:
+    """Return what is chosen for a model, by its name and whether it starts from weights, and why, by option.
 
     `opt` is an optimizer that is given. Steps have `share` of the images for which learning rates are right.
     """
+    is_hybrid = name.startswith('cmhsa_hybrid')
+    on_patches = name.startswith('cmhsa') and not is_hybrid
     kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
-    reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
-    opt = opt or ('adamw' if has_weights else 'muon')
+    reason = 'from weights' if has_weights else 'phase 2 of raw patches needs it' if on_patches else (
+        'learns faster than AdamW from scratch')
+    opt = opt or ('adamw' if has_weights or on_patches else 'muon')
     if opt == 'muon':
         lr, kind = MUON_LR, 'all models'
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
