@@ -444,7 +444,7 @@ def test_more_options(photos, tmp_path):
     results = train_two_phases(
         photos, output=tmp_path, separate_schedules=True, phase2_lr=1e-4, ema=0.9, grad_accum_steps=2, keep='best',
         architecture='test_cmhsa_attn', phase2_kwargs=dict(num_heads=10), compile=False,
-        model_kwargs=dict(in_chans=1), opt_kwargs=dict(momentum=0.5), **OPTIONS)
+        model_kwargs=dict(in_chans=1), opt='muon', opt_kwargs=dict(momentum=0.5), **OPTIONS)
     assert 'optimistic' in (tmp_path / 'results.md').read_text()
     checkpoint = torch.load(tmp_path / 'checkpoints' / 'phase2.pth.tar', weights_only=True)
     history = checkpoint['history']

@@ -10,6 +10,7 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import timm
 import torch
+from timm.models import VisionTransformer
 from timm.utils import ParseKwargs
 
 from ..models import registered_hybrid
@@ -246,11 +247,10 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
 
     `opt` is an optimizer that is given. Steps have `share` of the images for which learning rates are right.
     """
-    is_hybrid = name.startswith('cmhsa_hybrid')
-    on_patches = name.startswith('cmhsa') and not is_hybrid
+    is_hybrid, on_patches = name.startswith('cmhsa_hybrid'), _is_on_patches(name)
     kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
-    reason = 'from weights' if has_weights else 'phase 2 of raw patches needs it' if on_patches else (
+    reason = 'from weights' if has_weights else 'attention on raw patches needs it' if on_patches else (
         'learns faster than AdamW from scratch')
     opt = opt or ('adamw' if has_weights or on_patches else 'muon')
     if opt == 'muon':
@@ -261,6 +261,12 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
         layer_decay=(PRETRAINED_LAYER_DECAY if has_weights else None, 'weights of early layers change least'),
         mixup_prob=(0., 'in few epochs images are not mixed') if has_weights else (
             0.5, 'of the batches get Mixup or CutMix'))
+
+
+def _is_on_patches(name: str) -> bool:
+    """Return whether a model of timm is a Vision Transformer whose tokens are raw patches."""
+    kind = timm.is_model(name) and timm.model_entrypoint(name).__annotations__.get('return')
+    return isinstance(kind, type) and issubclass(kind, VisionTransformer) and not name.startswith('cmhsa_hybrid')
 
 
 def fingerprint(args: Namespace) -> Dict[str, Any]:
