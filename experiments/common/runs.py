@@ -57,7 +57,7 @@ class Run(NamedTuple):
     options: Dict[str, Any]  # of this phase, with model, img_size, epochs and lr
     after: Optional['Run'] = None
     rewrite: Optional[Callable[[Any], nn.Module]] = None  # of the model of phase 1
-    data: Callable[[Path, int, int], Path] = digits  # the images, given the output folder, a number and a seed
+    data: Callable[..., Path] = digits  # the images, given the output folder, a number and a seed
     seed: int = 0
 
     @property
@@ -102,7 +102,7 @@ def replicate(rows: Mapping[Key, Run], args: Namespace) -> Dict[Key, List[Run]]:
         raise SystemExit(f'No row is called {wanted}: choose from {titles}, or a part of a title with *.')
     changes: Dict[str, Any] = dict(num_train=100, options=dict(epochs=2)) if args.quick else {}
 
-    def data(run: Run) -> Callable[[Path, int, int], Path]:
+    def data(run: Run) -> Callable[..., Path]:
         if 'data_dir' in args:
             return partial(photos, data_dir=args.data_dir, num_held_out=10 if args.quick else NUM_HELD_OUT)
         return partial(run.data, num_validation=100, num_test=100) if args.quick else run.data
