@@ -247,7 +247,8 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
 
     `opt` is an optimizer that is given. Steps have `share` of the images for which learning rates are right.
     """
-    is_hybrid, on_patches = name.startswith('cmhsa_hybrid'), _is_on_patches(name)
+    is_hybrid = name.startswith('cmhsa_hybrid')
+    on_patches = not is_hybrid and _is_vit(name)
     kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
     reason = 'from weights' if has_weights else 'attention on raw patches needs it' if on_patches else (
@@ -263,10 +264,10 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
             0.5, 'of the batches get Mixup or CutMix'))
 
 
-def _is_on_patches(name: str) -> bool:
-    """Return whether a model of timm is a Vision Transformer whose tokens are raw patches."""
+def _is_vit(name: str) -> bool:
+    """Return whether a name of timm is of a `VisionTransformer`, as its entry point is annotated."""
     kind = timm.is_model(name) and timm.model_entrypoint(name).__annotations__.get('return')
-    return isinstance(kind, type) and issubclass(kind, VisionTransformer) and not name.startswith('cmhsa_hybrid')
+    return isinstance(kind, type) and issubclass(kind, VisionTransformer)
 
 
 def fingerprint(args: Namespace) -> Dict[str, Any]:
