@@ -5,14 +5,13 @@ down to digits of 16 x 16 pixels, 400 training images, and models of a quarter o
 cores. examples/cifar10 has recipes for the models in full size. The output folder gets the table, and pictures of the
 heads.
 """
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, Dict, List
 
 import torch
 from centers import center_figure, gaussians
-from common.images import BATCH_SIZE, DIGIT, OPTIONS, digits
+from common.images import BATCH_SIZE, DIGIT, OPTIONS
 from common.options import make_run_parser
 from common.report import markdown_table, show, spread, top1
 from common.runs import Result, Run, create, replicate, run_all
@@ -35,7 +34,7 @@ def prune(model: nn.Module) -> nn.Module:
 def plan(title: str, model: str, lr: float = 2e-3, **model_kwargs: Any) -> Run:
     options = dict(OPTIONS, img_size=DIGIT, shift=4, epochs=60, lr=lr, model=model,
                    model_kwargs=dict(in_chans=1, **model_kwargs))
-    return Run(title, 400, options, data=partial(digits, canvas=DIGIT))
+    return Run(title, 400, options)
 
 
 WIDTH = 24  # hidden_chans: 8 x 8 tokens of width 96

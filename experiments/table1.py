@@ -8,13 +8,12 @@ row of the first phase alone. (table1_cifar100.py is the same table at the paper
 The output folder gets the table and the plot.
 """
 import statistics
-from functools import partial
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import timm
 import torch
-from common.images import BATCH_SIZE, DIGIT, OPTIONS, digits
+from common.images import BATCH_SIZE, DIGIT, OPTIONS
 from common.options import make_run_parser
 from common.report import make_figure, markdown_table, seeds_note, show, spread
 from common.runs import Run, replicate, run_all
@@ -72,8 +71,7 @@ def plan(row: Row, size: int) -> Run:
         OPTIONS, img_size=DIGIT, shift=4, epochs=epochs, lr=row.rates[0], warmup_epochs=max(epochs // 14, 1))
     if not row.deit:
         options.update(shift=0, smoothing=0., weight_decay=0.)
-    run = Run(row.title, size, dict(options, model=model, model_kwargs=model_kwargs),
-              data=partial(digits, canvas=DIGIT))
+    run = Run(row.title, size, dict(options, model=model, model_kwargs=model_kwargs))
     if len(row.phases) == 2:
         run = run._replace(options=dict(options, lr=row.rates[1]), after=run, rewrite=to_attention)
     return run

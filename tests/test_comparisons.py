@@ -102,7 +102,7 @@ def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('script', 'num_rows', 'num_plots'), [
-    ('table1', 8, 1), ('figure2', 4, 1), ('thin_heads', 4, 1), ('attend_resnet', 3, 0), ('pixel_models', 6, 0),
+    ('table1', 8, 1), ('figure2', 4, 1), ('pixel_models', 6, 0),
     ('hybrid_phase1', 14, 0), ('hybrid_phase2', 6, 1), ('vit_starts', 4, 0), ('natural_images', 3, 1),
     ('two_phases', 4, 1),
 ])

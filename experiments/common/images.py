@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List
 
 from torchvision.datasets import CIFAR10, ImageFolder
 
-from timm_cmhsa.train.data import CANVAS as CANVAS, DIGIT as DIGIT, write_digits
+from timm_cmhsa.train.data import DIGIT as DIGIT, write_digits
 
 NUM_VALIDATION, NUM_TEST = 300, 597  # digits
 BATCH_SIZE = 20
@@ -14,15 +14,14 @@ OPTIONS: Dict[str, Any] = dict(batch_size=BATCH_SIZE, mixup=0., cutmix=0., no_fl
 
 
 def digits(
-        root: Path, num_train: int, seed: int, canvas: int = CANVAS, num_validation: int = NUM_VALIDATION,
-        num_test: int = NUM_TEST) -> Path:
-    """Return a folder of digits, those for testing the same for all seeds, at other places. Write it if needed."""
+        root: Path, num_train: int, seed: int, num_validation: int = NUM_VALIDATION, num_test: int = NUM_TEST) -> Path:
+    """Return a folder of digits, those for testing the same for all seeds. Write it if needed."""
     def write(folder: Path) -> None:
-        write_digits(folder, num_train, seed, canvas, num_test)
+        write_digits(folder, num_train, seed, DIGIT, num_test)
         others = sorted(folder.glob('validation/*/*'))
         for path in random.Random(seed).sample(others, len(others) - num_validation):
             path.unlink()
-    return written(root / 'images' / f'digits{canvas}-{num_train}-{num_validation}-seed{seed}', write)
+    return written(root / 'images' / f'digits-{num_train}-{num_validation}-seed{seed}', write)
 
 
 def photos(root: Path, num_train: int, seed: int, data_dir: Path, num_held_out: int) -> Path:
