@@ -123,6 +123,13 @@ def test_pictures_are_pictures(finished):
         assert is_picture(finished[0] / name)
 
 
+def test_a_compared_model_is_saved(finished, photos):
+    output, results = finished
+    _, logits, _, targets = predict(output / 'compare' / 'test_resnet', photos / 'validation')
+    assert (logits.argmax(dim=1) == targets).double().mean() == pytest.approx(
+        results['compare']['test_resnet'] / 100)
+
+
 def test_mistakes_are_of_the_model_that_is_saved(finished, photos):
     output, results = finished
     with open(output / 'mistakes.csv', newline='', encoding='utf-8') as file:

@@ -35,6 +35,7 @@ def save_models(models: Dict[str, Judged], args: Namespace, images: Images) -> N
     """Write a folder for each model of this package, with a card, and for others as timm does, before a rewrite."""
     training = f'{args.num_images} images, validated on {len(images.splits["validation"])} others'
     for name, judged in models.items():
+        (args.output / name).parent.mkdir(exist_ok=True)
         if isinstance(judged.model, Cmhsa) or hasattr(judged.model, 'attended'):
             save_for_hub(
                 judged.model, args.output / name, force=True, label_names=images.class_names,
@@ -60,7 +61,7 @@ def _save_for_timm(model: Any, folder: Path, label_names: List[str]) -> None:
             logits = copy.deepcopy(model).cpu().eval()(images)
             torch.testing.assert_close(loaded(images), logits, rtol=1e-3, atol=1e-3 * logits.abs().max().item())
     except Exception as e:  # timm raises anything, for a model that has another form than its name
-        print(f'The model is only in checkpoints, as timm cannot load it by its name: {one_line(e)}')
+        print(f'{folder} is in checkpoints alone, as timm cannot load this model by its name: {one_line(e)}')
 
 
 def write_report(

@@ -107,6 +107,8 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     if args.rank == 0:
         save_models(saved, args, images)
     others = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
+    if args.rank == 0:
+        save_models({f'compare/{_file_name(each.title)}': each for each in others}, args, images)
     judged += others
     by_class = class_accuracies(*final.predicted['validation'])
     results: Dict[str, Any] = dict(
@@ -177,7 +179,11 @@ def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Ju
     if args.opt != trainer.args.opt:
         args.opt_kwargs = {}
     trainer = Trainer(args, trainer.images, model, trainer.log)
-    title = f'{name.replace(":", "_").replace("/", "_")}-{args.lr:g}'  # at another rate it is another training
+    title = f'{_file_name(name)}-{args.lr:g}'  # at another rate it is another training
     args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)), 1)
     trained = trainer.fit(title, model, range(args.epochs))
     return trainer.judge(name, trained.judged, trained.history)
+
+
+def _file_name(name: str) -> str:
+    return name.replace(':', '_').replace('/', '_')

@@ -213,7 +213,7 @@ class Trainer:
         args = self.args
         optimizer = create_optimizer_v2(
             model, args.opt, lr=(before and args.phase2_lr) or args.lr, weight_decay=args.weight_decay,
-            layer_decay=args.layer_decay, **args.opt_kwargs)
+            layer_decay=args.layer_decay, fallback_no_weight_decay=True, **args.opt_kwargs)  # Muon is for matrices
         if before is None or args.separate_schedules:
             return optimizer
         old = dict(before.model.named_parameters())
