@@ -121,14 +121,6 @@ def test_options_are_completed(hidden_chans, options, architecture, num_heads, h
     assert weights.max().item() == pytest.approx(peak, abs=1e-4)
 
 
-def test_more_heads_than_the_architecture_has_are_made_where_they_are_needed():
-    model = phase1(depth=1, kernel_size=11, num_classes=5)
-    assert assert_converts(model).blocks[0].attn.num_heads == 25
-    padded = assert_converts(model, architecture=SOFT)
-    assert padded.blocks[0].attn.num_heads == 26
-    assert padded.model_args()['padding'] == (2, 2)
-
-
 @pytest.mark.parametrize('options', [{}, {'peak': 0.75}, {'head_dim': 12}])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_converts_as_exactly_as_float32(dtype, options):
@@ -158,19 +150,11 @@ def test_only_phase_1_is_converted():
             convert_model(model)
 
 
-def add_hook(module):
-    module.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def replace_forward(module):
-    module.forward = lambda *args: 2 * type(module).forward(module, *args)
-
-
-def make_subclass(module):
-    module.__class__ = type('Doubled', (type(module),), {})
-
-
-@pytest.mark.parametrize('change', [add_hook, replace_forward, make_subclass])
+@pytest.mark.parametrize('change', [
+    lambda module: module.register_forward_hook(lambda module, args, output: 2 * output),
+    lambda module: setattr(module, 'forward', lambda *args: 2 * type(module).forward(module, *args)),
+    lambda module: setattr(module, '__class__', type('Doubled', (type(module),), {})),
+], ids=['hook', 'forward', 'subclass'])
 @pytest.mark.parametrize('name', ['', 'blocks', 'patch_embed.proj', 'blocks.1.attn', 'blocks.1.attn.conv'])
 def test_changes_that_the_rewrite_would_drop_are_refused(name, change):
     model = phase1(depth=2)
@@ -226,18 +210,6 @@ def test_verification_leaves_models_as_they_were():
     assert model.training
     assert converted.training
     assert_converts(model)  # without hooks
-
-
-def test_compiled_models_are_compared_layer_by_layer():
-    model = phase1(depth=2)
-    images, converted = images_for(model), convert_model(model)
-    nn.init.zeros_(converted.blocks[0].attn.proj.weight)
-    expected = verify(model, converted, images)
-    for each in (model, converted):
-        each.compile(backend='eager')
-        with torch.inference_mode():
-            each(images)
-    assert verify(model, converted, images) == expected
 
 
 def test_verification_of_a_model_for_inference_that_timm_did_not_create():
