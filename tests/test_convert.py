@@ -6,6 +6,7 @@ import timm
 import torch
 from helpers import assert_converts, assert_equal, images_for, max_error, phase1, train
 from hypothesis import given, strategies as st
+from timm.layers import to_2tuple
 from timm.utils import ModelEmaV3, reparameterize_model
 from torch import nn
 
@@ -17,17 +18,23 @@ SOFT, SOFT_32, WIDE_32 = 'cmhsa_attn_soft', 'cmhsa_attn_soft_patch4_32', 'cmhsa_
 @given(
     kernel=st.sampled_from([1, 3, 5, (3, 7), (1, 3)]), patch=st.sampled_from([2, 4, (2, 3)]),
     grid=st.sampled_from([(1, 1), (2, 2), (3, 2), (1, 8)]), chans=st.sampled_from([(1, 1), (3, 3), (1, 4), (5, 5)]),
-    heads=st.sampled_from([{}, {'head_dim': 3}, {'peak': 0.6}, {'peak': 0.9, 'head_dim': 7}, {'qk_dim': 5}]),
+    stem=st.sampled_from(['', '', '', '6p', '4-8p', '4p-4-8p']), mlp_layer=st.sampled_from(['mlp', 'depthwise']),
+    heads=st.sampled_from([
+        {}, {'head_dim': 3}, {'peak': 0.6}, {'peak': 0.9, 'head_dim': 7}, {'qk_dim': 5}, {'rel_pos': 'table'}]),
     fc_norm=st.booleans(), pool=st.sampled_from(['avg', 'max', 'map', '']), seed=st.integers(0, 2 ** 16))
-def test_any_model_is_rewritten_exactly(kernel, patch, grid, chans, heads, fc_norm, pool, seed):
-    patch_h, patch_w = patch if isinstance(patch, tuple) else (patch, patch)
+def test_any_model_is_rewritten_exactly(kernel, patch, grid, chans, stem, mlp_layer, heads, fc_norm, pool, seed):
+    in_chans, hidden_chans = chans
+    if stem:
+        patch, hidden_chans = 2 ** stem.count('p'), int(stem.split('-')[-1].rstrip('p'))
+    patch_h, patch_w = to_2tuple(patch)
     model = phase1(
         seed=seed, kernel_size=kernel, patch_size=patch, img_size=(patch_h * grid[0], patch_w * grid[1]), depth=2,
-        in_chans=chans[0], hidden_chans=chans[1], num_classes=5, fc_norm=fc_norm, global_pool=pool, dtype=torch.float64)
+        in_chans=in_chans, hidden_chans=hidden_chans, stem=stem, mlp_layer=mlp_layer, num_classes=5, fc_norm=fc_norm,
+        global_pool=pool, dtype=torch.float64)
     converted = assert_converts(model, tolerance=1e-12, **heads)
     assert isinstance(converted, CmhsaAttn)
-    for name, value in heads.items():
-        assert name == 'peak' or getattr(converted.blocks[0].attn, name) == value
+    for name in heads.keys() & {'head_dim', 'qk_dim'}:
+        assert getattr(converted.blocks[0].attn, name) == heads[name]
     # from tensors alone, with as many heads, in the model that `model_args` describes
     args = {name: model.model_args()[name] for name in ('patch_size', 'in_chans', 'fc_norm', 'global_pool')}
     tensors = convert_state_dict(model.state_dict(), img_size=model.patch_embed.img_size, **args, **heads)
@@ -87,18 +94,6 @@ def test_hybrids_become_hybrids(size, grid):
     assert verify(model, converted, images_for(model)).max_error <= 1e-12
 
 
-@given(
-    stem=st.sampled_from(['6p', '4-8p', '4p-4-8p']), kernel=st.sampled_from([3, 5]),
-    heads=st.sampled_from([{}, {'rel_pos': 'table'}, {'peak': 0.9}, {'head_dim': 3}]), seed=st.integers(0, 2 ** 16))
-def test_any_stem_is_kept_and_known_by_its_tensors(stem, kernel, heads, seed):
-    patch_size, hidden_chans = 2 ** stem.count('p'), int(stem.split('-')[-1].rstrip('p'))
-    model = phase1(
-        seed=seed, img_size=12, kernel_size=kernel, stem=stem, patch_size=patch_size, hidden_chans=hidden_chans,
-        in_chans=2, depth=2, mlp_layer='depthwise', num_classes=5, dtype=torch.float64)
-    converted = assert_converts(model, tolerance=1e-12, **heads)
-    assert_equal(converted.state_dict(), convert_state_dict(model.state_dict(), img_size=12, **heads))
-
-
 @pytest.mark.parametrize(('hidden_chans', 'options', 'architecture', 'num_heads', 'head_dim', 'rel_pos', 'peak'), [
     (12, {}, WIDE_32, 9, 192, 'table', 1),
     (12, {'peak': 0.6}, SOFT_32, 20, 48, 'padded_table', 0.6),
@@ -126,14 +121,6 @@ def test_options_are_completed(hidden_chans, options, architecture, num_heads, h
     assert weights.max().item() == pytest.approx(peak, abs=1e-4)
 
 
-def test_more_heads_than_the_architecture_has_are_made_where_they_are_needed():
-    model = phase1(depth=1, kernel_size=11, num_classes=5)
-    assert assert_converts(model).blocks[0].attn.num_heads == 25
-    padded = assert_converts(model, architecture=SOFT)
-    assert padded.blocks[0].attn.num_heads == 26
-    assert padded.model_args()['padding'] == (2, 2)
-
-
 @pytest.mark.parametrize('options', [{}, {'peak': 0.75}, {'head_dim': 12}])
 @pytest.mark.parametrize('dtype', [torch.bfloat16, torch.float16])
 def test_half_precision_converts_as_exactly_as_float32(dtype, options):
@@ -157,36 +144,17 @@ def test_hard_heads_stay_where_they_are_and_soft_heads_move(peak):
             assert moved >= 0.5 * value if peak else moved <= 0.1 * value
 
 
-@pytest.mark.parametrize(('options', 'message'), [
-    ({'architecture': 'resnet18'}, 'resnet18 is not a phase-2 model: choose one of .*cmhsa_attn_soft'),
-    ({'num_heads': 8}, r'num_heads=8 with head_dim=48 cannot .* use 9 heads of 48'),
-    ({'num_heads': 9, 'peak': 0.5}, 'use 10 heads of 48'),
-    ({'peak': 2}, 'peak=2 must be a number between 0 and 1'),
-])
-def test_what_cannot_be_converted_to_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        convert_model(phase1(depth=1), **options)
-
-
 def test_only_phase_1_is_converted():
     for model in (timm.create_model('test_cmhsa_attn', depth=1), nn.Linear(2, 2)):
         with pytest.raises(TypeError, match=rf'a phase-1 model \(CmhsaConv\) .* got {type(model).__name__}'):
             convert_model(model)
 
 
-def add_hook(module):
-    module.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-def replace_forward(module):
-    module.forward = lambda *args: 2 * type(module).forward(module, *args)
-
-
-def make_subclass(module):
-    module.__class__ = type('Doubled', (type(module),), {})
-
-
-@pytest.mark.parametrize('change', [add_hook, replace_forward, make_subclass])
+@pytest.mark.parametrize('change', [
+    lambda module: module.register_forward_hook(lambda module, args, output: 2 * output),
+    lambda module: setattr(module, 'forward', lambda *args: 2 * type(module).forward(module, *args)),
+    lambda module: setattr(module, '__class__', type('Doubled', (type(module),), {})),
+], ids=['hook', 'forward', 'subclass'])
 @pytest.mark.parametrize('name', ['', 'blocks', 'patch_embed.proj', 'blocks.1.attn', 'blocks.1.attn.conv'])
 def test_changes_that_the_rewrite_would_drop_are_refused(name, change):
     model = phase1(depth=2)
@@ -197,7 +165,6 @@ def test_changes_that_the_rewrite_would_drop_are_refused(name, change):
 
 @pytest.mark.parametrize('change', [
     lambda model: setattr(model, 'forward_head', lambda x, pre_logits=False: 2 * x),
-    lambda model: setattr(model, '_pos_embed', lambda x: x + 1),
     lambda model: model.norm.register_forward_pre_hook(lambda module, args: (2 * args[0],)),
     lambda model: nn.utils.parametrizations.weight_norm(model.blocks[0].attn.conv),
     lambda model: [setattr(block.attn.conv, 'padding_mode', 'circular') for block in model.blocks],
@@ -212,12 +179,13 @@ def test_other_changes_by_hand_are_refused(change):
 
 
 def test_verification_finds_what_differs():
-    model = phase1(depth=2, num_classes=5)
+    model = phase1(depth=2, num_classes=5, dtype=torch.float64)
     images, converted = images_for(model, 12), convert_model(model)
     exact = verify(model, converted, images)
     assert [layer.name for layer in exact.layers] == ['blocks.0.attn', 'blocks.1.attn']
     assert {(layer.heads_used, layer.num_heads) for layer in exact.layers} == {(9, 9)}
-    assert max(exact.logits_error, *(layer.error for layer in exact.layers)) <= 1e-5
+    assert min(exact.logits_error, *(layer.error for layer in exact.layers)) > 0, 'errors are measured in float64'
+    assert exact.max_error <= 1e-12
     assert exact.top1_agreement == 1
     nn.init.zeros_(converted.blocks[1].attn.proj.weight)
     changed = verify(model, converted, images)
@@ -233,15 +201,6 @@ def test_verification_finds_what_differs():
     assert not verify(model, converted, images).max_error <= 1
 
 
-@pytest.mark.parametrize('size', [1e-15, 1e-12])
-def test_errors_are_measured_in_float64(size):
-    model = phase1(depth=1, num_classes=5, dtype=torch.float64)
-    converted = convert_model(model)
-    converted.head.weight.data *= 1 + 10 * size
-    converted.head.bias.data *= 1 + 10 * size
-    assert size < verify(model, converted, images_for(model)).logits_error < 100 * size
-
-
 def test_verification_leaves_models_as_they_were():
     model = phase1(depth=2, drop_path_rate=0.5, drop_rate=0.5).train()
     converted = convert_model(model)
@@ -251,18 +210,6 @@ def test_verification_leaves_models_as_they_were():
     assert model.training
     assert converted.training
     assert_converts(model)  # without hooks
-
-
-def test_compiled_models_are_compared_layer_by_layer():
-    model = phase1(depth=2)
-    images, converted = images_for(model), convert_model(model)
-    nn.init.zeros_(converted.blocks[0].attn.proj.weight)
-    expected = verify(model, converted, images)
-    for each in (model, converted):
-        each.compile(backend='eager')
-        with torch.inference_mode():
-            each(images)
-    assert verify(model, converted, images) == expected
 
 
 def test_verification_of_a_model_for_inference_that_timm_did_not_create():

@@ -1,22 +1,17 @@
-"""What only a GPU can show: fused kernels in every precision, training by AMP, compiled code, several processes.
+"""What only a GPU can show: fused kernels in every precision, training by AMP, compiled code.
 
 `TORCH_DEVICE=cpu` runs these tests on a CPU, where they show less and take longer. They need pytest and the package.
 """
 import copy
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import timm
 import torch
-import torch.distributed as dist
 from timm.layers import set_fused_attn
 from timm.utils import reparameterize_model
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel
 
 from timm_cmhsa import RelPosAttention, attend_convs, conv2d_to_attention, convert_model, patchify, start_as_convolution
 
@@ -175,42 +170,6 @@ def test_every_parameter_learns_by_amp(form, dtype):
         assert torch.equal(parameter, before) != parameter.requires_grad, name
 
 
-def test_gradients_of_several_processes():
-    """DDP's gradients are those of all images in one process; one process for each GPU."""
-    torchrun = ['-m', 'torch.distributed.run', '--standalone', '--local_addr', 'localhost']
-    command = [sys.executable, *torchrun, '--nproc_per_node', 'gpu' if DEVICE == 'cuda' else '2', __file__]
-    path = os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get('PYTHONPATH', '')])
-    result = subprocess.run(
-        command, env={**os.environ, 'PYTHONPATH': path}, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr
-    assert 'gradients agree' in result.stdout
-
-
-def check_distributed_gradients():
-    """Run in every process of torchrun."""
-    dist.init_process_group('nccl' if DEVICE == 'cuda' else 'gloo')
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if DEVICE == 'cuda':
-        torch.cuda.set_device(rank)
-    torch.backends.cudnn.allow_tf32 = False
-    torch.manual_seed(0)
-    for form in ('phase 1', 'wide', 'soft', 'hard'):
-        model, _ = create(form)
-        images = torch.randn(2 * world_size, 3, 112, 112, device=DEVICE)
-
-        def gradients(model, images):
-            model.zero_grad()
-            model(images).square().mean().backward()
-            return torch.cat([p.grad.flatten() for p in model.parameters() if p.requires_grad])
-
-        expected = gradients(model, images)
-        actual = gradients(DistributedDataParallel(model), images.chunk(world_size)[rank])
-        assert distance(actual, expected) <= 1e-4, form
-    if rank == 0:
-        print('gradients agree')
-    dist.destroy_process_group()
-
-
 # Last, since compiling takes long.
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
 @pytest.mark.parametrize('form', [*FORMS, 'inference', 'CNN'])
@@ -229,7 +188,3 @@ def test_compile(form, training):
     else:
         with torch.no_grad():
             assert distance(compiled(images), model(images)) <= 1e-4
-
-
-if __name__ == '__main__':
-    check_distributed_gradients()

@@ -7,7 +7,7 @@ import pytest
 import timm
 import torch
 from centers import center_figure, gaussians
-from helpers import decayed, train
+from helpers import train
 from hypothesis import given, strategies as st
 from matplotlib.patches import Ellipse, Rectangle
 from timm.layers import set_fused_attn
@@ -70,9 +70,10 @@ def test_bias_is_the_papers(rel_pos, grid, num_heads, dim, seed):
     q = torch.randn(2, num_heads, len(patches), dim, dtype=torch.float64)
     bias = rel_pos.get_bias(q)
     assert bias.shape == (2 if rel_pos.depends_on_queries else 1, num_heads, len(patches), len(patches))
-    for head, (i, query), (j, key) in itertools.product(range(num_heads), enumerate(patches), enumerate(patches)):
-        expected = expected_bias(rel_pos, head, key[0] - query[0], key[1] - query[1], q[-1, head, i])
-        torch.testing.assert_close(bias[-1, head, i, j], expected, atol=1e-10, rtol=1e-10)
+    expected = [
+        expected_bias(rel_pos, head, key[0] - query[0], key[1] - query[1], q[-1, head, i])
+        for head, (i, query), key in itertools.product(range(num_heads), enumerate(patches), patches)]
+    torch.testing.assert_close(bias[-1].flatten(), torch.stack(expected), atol=1e-10, rtol=1e-10)
 
 
 @all_encodings
@@ -108,15 +109,7 @@ def test_half_precision_does_not_move_large_offsets(rel_pos):
     assert bias[[299, 301]].max() < -0.4
 
 
-@pytest.mark.parametrize('rel_pos', [*QUADRATIC, 'learned'])
-def test_autocast_does_not_round_biases(rel_pos):
-    rel_pos = ENCODINGS[rel_pos]((2, 3), 4, 6)
-    with torch.autocast('cpu', torch.bfloat16):
-        under_autocast = rel_pos.get_bias()
-    assert torch.equal(rel_pos.get_bias(), under_autocast)
-
-
-def attention_by_hand(attn, x):
+def attention_by_hand(attn, x, mask):
     """Equations 12 and 18 and Section 4.3, head by head."""
     B, N, D = x.shape
     qk = None if attn.qk is None else attn.qk(x).view(B, N, 2, attn.num_heads, D).permute(2, 0, 3, 1, 4)
@@ -126,6 +119,7 @@ def attention_by_hand(attn, x):
         scores = bias[b % len(bias), head]
         if qk is not None:
             scores = scores + qk[0, b, head] @ qk[1, b, head].T / D ** 0.5
+        scores = scores.masked_fill(~mask[b, 0], -math.inf)
         y[b] += scores.softmax(dim=-1) @ x[b] @ attn.value.weight[:, head * D:(head + 1) * D].T
     return attn.proj(y + attn.value.bias)
 
@@ -138,7 +132,9 @@ def test_attention_is_the_papers(rel_pos, fused):
     for parameter in attn.parameters():
         nn.init.normal_(parameter)
     x = torch.randn(2, 6, 6, dtype=torch.float64)
-    torch.testing.assert_close(attn(x), attention_by_hand(attn, x))
+    mask = (torch.rand(2, 1, 6, 6) < 0.5) | torch.eye(6, dtype=torch.bool)  # another one for each image
+    torch.testing.assert_close(attn(x), attention_by_hand(attn, x, torch.ones_like(mask)))
+    torch.testing.assert_close(attn(x, attn_mask=mask), attention_by_hand(attn, x, mask))
 
 
 @pytest.mark.parametrize('rel_pos', QUADRATIC)
@@ -162,18 +158,6 @@ def test_dropout_of_attention_weights(rel_pos, fused):
     set_fused_attn(fused)
     attn = PositionalAttention(48, 8, rel_pos=rel_pos, attn_drop=1.).train()
     torch.testing.assert_close(attn(torch.randn(2, 64, 48)), attn.proj(attn.value.bias).expand(2, 64, 48))
-
-
-@by_position_and_by_content
-def test_masked_keys_have_no_influence(rel_pos):
-    attn, x = PositionalAttention(48, 8, rel_pos=rel_pos).eval(), torch.randn(2, 64, 48)
-    mask = torch.ones(2, 1, 64, 64, dtype=torch.bool)
-    mask[1, ..., 5] = False  # in the second image alone
-    changed, others = x.clone(), torch.arange(64) != 5
-    changed[:, 5] += 1
-    same = (attn(x, attn_mask=mask) - attn(changed, attn_mask=mask)).abs().amax(dim=-1)[:, others] < 1e-6
-    assert same[1].all()
-    assert not same[0].all()
 
 
 @pytest.mark.parametrize(('kwargs', 'message'), [
@@ -234,13 +218,6 @@ def test_weights_of_another_image_size_load(rel_pos, tmp_path):
         expected.set_input_size(img_size)
         x = torch.randn(1, 3, *model.patch_embed.img_size)
         torch.testing.assert_close(model(x), expected(x))
-
-
-def test_centres_and_widths_are_not_decayed():
-    model = timm.create_model('test_pixel_attn', depth=1)
-    assert decayed(model) == {
-        name for name, _ in model.named_parameters()
-        if name.endswith('.weight') and '.rel_pos.' not in name and 'norm' not in name}
 
 
 def ellipses(axis):

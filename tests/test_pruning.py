@@ -29,22 +29,17 @@ def test_criterion_is_appendix_es(smallest, largest, degenerate):
     assert degenerate_heads(rel_pos) == ([1] if degenerate else [])
 
 
-def create(num_heads=4, **kwargs):
-    return timm.create_model('test_pixel_attn', rel_pos='quadratic_gen', num_heads=num_heads, **kwargs).eval()
+def create(num_heads=4):
+    return timm.create_model('test_pixel_attn', rel_pos='quadratic_gen', num_heads=num_heads).eval()
 
 
-def degenerate_model(**kwargs):
-    model = create(**kwargs)
+def test_a_pruned_model_is_a_smaller_model_that_loads_and_has_gradients(tmp_path):
+    model, full, x = create(), create(), torch.randn(2, 3, 32, 32)
     with torch.no_grad():
         model.blocks[0].attn.rel_pos.inv_std[[0, 2]] = rotated(1e-7, 1e-6).float()
         model.blocks[3].attn.rel_pos.inv_std[1] = rotated(1e-7, 3.).float()
-    return model
-
-
-def test_a_pruned_model_is_a_smaller_model_that_loads_and_has_gradients():
-    model, full, x = degenerate_model(), create(), torch.randn(2, 3, 32, 32)
     full.load_state_dict(model.state_dict())
-    assert prune_degenerate_heads(model) == {
+    assert prune_degenerate_heads(nn.DataParallel(model)) == {
         'blocks.0.attn': [0, 2], 'blocks.1.attn': [], 'blocks.2.attn': [], 'blocks.3.attn': [1]}
     with torch.no_grad():  # the other heads contribute as before
         for block, heads in ((full.blocks[0], [0, 2]), (full.blocks[3], [1])):
@@ -57,26 +52,19 @@ def test_a_pruned_model_is_a_smaller_model_that_loads_and_has_gradients():
     loaded = timm.create_model('test_pixel_attn', **args).eval()
     loaded.load_state_dict(model.state_dict())
     assert torch.equal(loaded(x), model(x))
+    if hasattr(timm.models, 'get_model_args'):  # a timm that remembers arguments
+        save_for_hf(model, tmp_path)
+        assert torch.equal(timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()(x), model(x))
     model(x).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
 
 
-def test_a_wrapped_model_is_pruned_and_timm_saves_its_new_arguments(tmp_path):
-    model = degenerate_model(num_classes=3).requires_grad_(False)
-    prune_degenerate_heads(nn.DataParallel(model))
-    assert not any(parameter.requires_grad for parameter in model.parameters())  # what was frozen stays so
-    assert model.model_args()['num_heads'] == [2, 4, 4, 3]
-    if hasattr(timm.models, 'get_model_args'):  # a timm that remembers arguments
-        save_for_hf(model, tmp_path)
-        loaded, x = timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval(), torch.randn(2, 3, 32, 32)
-        assert torch.equal(loaded(x), model(x))
-
-
 def test_layers_can_lose_all_heads_or_have_none():
-    model, x = create(num_heads=[3, 3, 0, 3]), torch.randn(2, 3, 32, 32)
+    model, x = create([3, 3, 0, 3]).requires_grad_(False), torch.randn(2, 3, 32, 32)
     nn.init.zeros_(model.blocks[1].attn.rel_pos.inv_std)
     assert prune_degenerate_heads(model)['blocks.1.attn'] == [0, 1, 2]
     assert model.model_args()['num_heads'] == [3, 0, 0, 3]
+    assert not any(parameter.requires_grad for parameter in model.parameters()), 'what was frozen stays so'
     expected = model(x)
     assert not any(prune_degenerate_heads(model).values())  # with nothing left to prune
     torch.testing.assert_close(model(x), expected)

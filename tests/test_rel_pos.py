@@ -2,6 +2,7 @@ import copy
 import itertools
 import math
 import re
+from operator import attrgetter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given, strategies as st
 from timm.layers import RelPosBias
 from torch import nn
 
+from timm_cmhsa.pixel.encodings import ENCODINGS
 from timm_cmhsa.rel_pos import create_rel_pos, exact_sharpness
 
 sizes = st.integers(1, 4)
@@ -136,9 +138,10 @@ def test_a_trained_padded_table_is_resized_relative_to_its_median(grid, new_grid
         torch.testing.assert_close(shifted.get_bias().softmax(dim=-1), rel_pos.get_bias().softmax(dim=-1))
 
 
-@all_tables
-def test_autocast_does_not_round_biases(name):
-    rel_pos = create_rel_pos(name, (2, 3), 4)
+@pytest.mark.parametrize('rel_pos', [
+    *(create_rel_pos(name, (2, 3), 4) for name in ('table', 'padded_table')),
+    *(ENCODINGS[name]((2, 3), 4, 6) for name in ('quadratic', 'quadratic_gen', 'learned'))], ids=attrgetter('name'))
+def test_autocast_does_not_round_biases(rel_pos):
     with torch.autocast('cpu', torch.bfloat16):
         under_autocast = rel_pos.get_bias()
     assert torch.equal(rel_pos.get_bias(), under_autocast)

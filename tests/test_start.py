@@ -4,7 +4,7 @@ import copy
 import pytest
 import timm
 import torch
-from helpers import assert_equal
+from helpers import assert_equal, write_photos
 from timm.layers import RmsNorm, SwiGLU
 from timm.utils import random_seed
 
@@ -37,7 +37,8 @@ VITS = {
 TABLES = {
     'relpos': relpos(), 'shared': relpos(shared_rel_pos=True), 'class token': relpos(class_token=True),
     'norm after': relpos('vit_relpos_small_patch16_rpn_224'),
-    'beit with two tables': small(BEIT, use_shared_rel_pos_bias=True), 'beit': small(BEIT, img_size=(24, 48)),
+    'beit with two tables': small(BEIT, embed_dim=192, num_heads=3, use_shared_rel_pos_bias=True),
+    'beit': small(BEIT, embed_dim=192, num_heads=3, img_size=(24, 48)),
 }
 
 
@@ -92,14 +93,13 @@ def test_the_code_is_long_enough_for_deep_models():
         assert code > 1.5 * content
 
 
-@pytest.mark.parametrize('offset', [-1, 1])
-def test_no_head_looks_at_the_opposite_border(offset):
+def test_no_head_looks_at_the_opposite_border():
     """A grid of 32 patches would have the period of 8 frequencies."""
     model = start_as_convolution(create(small(img_size=(12, 128))))
-    for name, maps in attention_maps(model, noise(model, 1)).items():
-        for head, weights in zip(statistics(model, noise(model, 1))[name], maps.weights[0].view(3, 3, 32, 3, 32)):
-            if head.best_offset[1] == offset:
-                border, opposite = (0, -1) if offset < 0 else (-1, 0)
+    for maps in attention_maps(model, noise(model, 1)).values():
+        for head, weights in zip(head_statistics(maps), maps.weights[0].view(3, 3, 32, 3, 32)):
+            if head.best_offset[1] != 0:
+                border, opposite = (0, -1) if head.best_offset[1] < 0 else (-1, 0)
                 assert weights[:, border, :, opposite].sum(dim=-1).max() < 0.1
 
 
@@ -243,14 +243,14 @@ def test_a_shorter_code_needs_a_new_model():
 
 
 def test_trainer_starts_as_a_convolution(tmp_path):
-    results = train_two_phases(
-        output=tmp_path, model=VIT, model_kwargs=dict(depth=3, patch_size=4, in_chans=1),
-        start='convolution', switch=1., epochs=1, lr=1e-9)
-    model = create(VITS['gray'])
+    write_photos(tmp_path / 'images', 8)
+    train_two_phases(
+        tmp_path / 'images', output=tmp_path, model=VIT, model_kwargs=dict(depth=3, patch_size=4),
+        start='convolution', switch=1., epochs=1, img_size=32, lr=1e-9)
+    model = create(small(num_classes=2))
     model.load_state_dict(torch.load(tmp_path / 'checkpoints/phase1.pth.tar')['state_dict'])
     heads = [head for layer in statistics(model).values() for head in layer]
     assert len({head.best_offset for head in heads}) == 9
-    assert min(head.best_weight for head in heads) > 0.1  # on noise; 0.75 on digits, and even attention has 0.02
-    assert results['top1'] > 0
+    assert min(head.best_weight for head in heads) > 0.3, 'and even attention has 0.02'
     assert (tmp_path / 'attention.png').exists()
     assert_equal(model.state_dict(), timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True).state_dict())
