@@ -5,7 +5,7 @@ import signal
 import pytest
 import timm
 import torch
-from helpers import assert_equal, command_error, images_for, max_error, phase1, run_forked, write_image
+from helpers import command_error, images_for, max_error, phase1, run_forked, write_image
 
 from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict, load_model
 from timm_cmhsa.checkpoint import Checkpoint
@@ -56,11 +56,6 @@ def test_any_checkpoint_is_converted(kwargs, options, tmp_path):
     assert about['Model'].startswith(f'{converted.pretrained_cfg["architecture"]}, images of ')
     assert {(layer.heads_used, layer.num_heads) for layer in report.layers} == {
         (int(attn.used_heads().sum()), attn.num_heads)}
-    # the file has the same tensors, and makes the same model
-    convert_checkpoint(f'local-dir:{tmp_path}/phase1', tmp_path / 'phase2.safetensors', **options)
-    loaded = load_model(tmp_path / 'phase2.safetensors')
-    assert loaded.model_args() == converted.model_args()
-    assert_equal(converted.state_dict(), loaded.state_dict())
 
 
 def test_what_the_checkpoint_lacks_can_be_given(tmp_path, capsys):
