@@ -62,7 +62,9 @@ def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
     Checkpoint.of(model).write(tmp_path / 'folder')
     images = images_for(model)
     by_timm = timm.create_model(f'local-dir:{tmp_path}/folder', pretrained=True, dtype=images.dtype).eval()
-    loaded_models = [load_model(tmp_path / name) for name in ('a.safetensors', 'folder')]
+    loaded_models = [load_model(f'local-dir:{tmp_path / name}') for name in ('a.safetensors', 'folder')]
+    for loaded in loaded_models:
+        assert loaded.pretrained_cfg['architecture'] == model.pretrained_cfg['architecture']
     for loaded in (load_model(tmp_path / 'a.pth', **args), *loaded_models, by_timm):
         assert type(loaded) is type(model)
         assert_equal(model.state_dict(), loaded.state_dict())
