@@ -7,7 +7,7 @@ import timm
 import torch
 from helpers import command_error, images_for, max_error, phase1, run_forked, write_image
 
-from timm_cmhsa import CheckpointError, VerificationError, convert_checkpoint, convert_state_dict, load_model
+from timm_cmhsa import CheckpointError, convert_checkpoint, convert_state_dict, load_model
 from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.cli import convert_main as main
 
@@ -104,19 +104,6 @@ def test_what_is_not_phase_1_is_refused(model, src, tmp_path):
             convert_state_dict(tensors, img_size=16)
 
 
-def test_the_destination_is_whole_or_as_it_was(src, tmp_path):
-    dst = tmp_path / 'out'
-    convert_checkpoint(src, dst)
-    with pytest.raises(CheckpointError, match='already exists'):
-        convert_checkpoint(src, dst, num_heads=10)
-    with pytest.raises(VerificationError):
-        convert_checkpoint(src, dst, sharpness=6, force=True)
-    assert load_model(dst).blocks[0].attn.num_heads == 9
-    convert_checkpoint(src, dst, num_heads=10, force=True)
-    assert load_model(dst).blocks[0].attn.num_heads == 10
-    assert set(os.listdir(tmp_path)) == {src.name, 'out'}
-
-
 def test_the_source_is_never_replaced(model, tmp_path):
     folder = tmp_path / 'phase1'
     Checkpoint.of(model).write(folder)
@@ -139,13 +126,19 @@ def test_what_the_command_prints(src, tmp_path, capsys):
 
 
 def test_an_error_above_the_tolerance_is_exit_1_and_writes_nothing(src, tmp_path, capsys):
-    assert run(src, tmp_path / 'out', '--tolerance', '1e-30') == 1
+    dst = tmp_path / 'out'
+    convert_checkpoint(src, dst)
+    arguments = [src, dst, '--num-heads', '10']
+    assert f'{dst} already exists' in command_error(main, arguments, capsys)
+    assert run(*arguments, '--force', '--tolerance', '1e-30') == 1
     out, err = capsys.readouterr()
     assert not out
     assert 'convert_checkpoint: error: the error of ' in err.splitlines()[-1]
     assert 'nothing was written' in err
-    assert os.listdir(tmp_path) == [src.name]
-    assert run(src, tmp_path / 'out', '--tolerance', '1') == 0
+    assert load_model(dst).blocks[0].attn.num_heads == 9
+    assert run(*arguments, '--force') == 0
+    assert load_model(dst).blocks[0].attn.num_heads == 10
+    assert set(os.listdir(tmp_path)) == {src.name, 'out'}
 
 
 @pytest.mark.parametrize(('options', 'message'), [
