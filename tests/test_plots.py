@@ -172,8 +172,6 @@ def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
     nn.init.constant_(diverged.fine.rel_pos.zero_key_bias, float('nan'))
     monkeypatch.setattr(plots.explorer, 'MAX_PAGE_BYTES', 100)
     for each, pixels, options, message in (
-            (model, images, dict(layer='blocks.0.attn'), 'choose one of fine, coarse'),
-            (model, images, dict(query=(1.1, 0.)), 'outside the image'),
             (model, images, dict(query=(0., -0.1)), 'outside the image'),
             (model, images, dict(query=(float('nan'), 0.)), 'outside the image'),
             (model, images, dict(html=True), 'The page would have'),
