@@ -128,23 +128,17 @@ def save_training(trained, folder, **args):
     return ema.module
 
 
-def test_training_checkpoints(tmp_path):
-    model = phase1(depth=2, img_size=(16, 24), in_chans=1, global_pool='max')
-    averaged = save_training(
-        model, tmp_path, gp='max', model_kwargs={'in_chans': 1, 'img_size': [16, 24]}, mean=[0.5], std=[0.2])
+@pytest.mark.parametrize(('img_size', 'args'), [
+    (16, {'img_size': 16, 'in_chans': 1}), (16, {'img_size': 16, 'in_chans': 1, 'attend': False}),
+    ((16, 24), {'input_size': [1, 16, 24]}), ((16, 24), {'model_kwargs': {'in_chans': 1, 'img_size': [16, 24]}})])
+def test_training_checkpoints(img_size, args, tmp_path):
+    model = phase1(depth=2, img_size=img_size, in_chans=1, global_pool='max')
+    averaged = save_training(model, tmp_path, gp='max', mean=[0.5], std=[0.2], **args)
     for name in ('checkpoint-0.pth.tar', 'model_best.pth.tar', 'last.pth.tar'):
         loaded = load_model(tmp_path / name)
         assert_same(averaged, loaded)
         assert (loaded.pretrained_cfg['mean'], loaded.pretrained_cfg['std']) == ([0.5], [0.2])
         assert_same(model, load_model(tmp_path / name, use_ema=False))
-
-
-@pytest.mark.parametrize('args', [
-    {'img_size': 16}, {'input_size': [3, 16, 16]}, {'model_kwargs': {'img_size': 16}},
-    {'img_size': 16, 'attend': False}])
-def test_options_of_train_py_give_the_image_size(args, tmp_path):
-    save_training(phase1(depth=1, img_size=16), tmp_path, **args)
-    assert load_model(tmp_path / 'last.pth.tar').patch_embed.img_size == (16, 16)
 
 
 @pytest.mark.parametrize('prefix', [
