@@ -22,15 +22,20 @@ from timm_cmhsa.plots import explorer_html
 TITLES = ['</script><b>one</b>', 'a & b', 'three']
 
 
-def uneven():
-    """Return a model with a grid of 6 x 8 whose layers have 4, 5 and 4 heads, with peaks, which rounding could blur."""
-    model = timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=4)
-    model.blocks[1].attn = RelPosAttention(model.embed_dim, (6, 8), num_heads=5)
+def peaked(model):
+    """Give heads peaks, which rounding could blur."""
     for block in model.blocks:
         torch.nn.init.normal_(block.attn.rel_pos.relative_position_bias_table)
         torch.nn.init.normal_(block.attn.rel_pos.zero_key_bias, mean=2.)
         torch.nn.init.normal_(block.attn.qkv.weight, std=0.3)
     return model.eval()
+
+
+def uneven():
+    """Return a model with a grid of 6 x 8 whose layers have 4, 5 and 4 heads."""
+    model = timm.create_model('test_cmhsa_attn', img_size=(24, 32), depth=3, num_heads=4)
+    model.blocks[1].attn = RelPosAttention(model.embed_dim, (6, 8), num_heads=5)
+    return peaked(model)
 
 
 @pytest.fixture(scope='module')
