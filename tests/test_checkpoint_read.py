@@ -20,8 +20,8 @@ from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
 from timm.utils import CheckpointSaver, ModelEmaV3
 
-from timm_cmhsa import CheckpointError, CmhsaAttn, convert_checkpoint, convert_model, load_model
-from timm_cmhsa.checkpoint import MODEL_ARGS, Checkpoint
+from timm_cmhsa import CheckpointError, convert_checkpoint, convert_model, load_model
+from timm_cmhsa.checkpoint import Checkpoint
 from timm_cmhsa.infer import infer_model
 
 TINY = dict(img_size=8, patch_size=4, depth=1, num_classes=3, mlp_ratio=1.)
@@ -42,26 +42,6 @@ def write_folder(folder, config, model=None):
     """Write a model's weights beside a configuration, which is text or goes into JSON."""
     safetensors.torch.save_file((model or tiny()).state_dict(), folder / 'model.safetensors')
     (folder / 'config.json').write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
-
-
-@pytest.mark.parametrize('name', ['test_cmhsa_conv_k3', 'test_cmhsa_attn'])
-def test_every_form_of_a_model(name, tmp_path):
-    model = phase1(name, **TINY, in_chans=1, norm_layer='rmsnorm')
-    args = dict(TINY, in_chans=1, norm_layer='rmsnorm')
-    torch.save(model.state_dict(), tmp_path / 'a.pth')
-    torch.save(model.state_dict(), tmp_path / 'old.pth', _use_new_zipfile_serialization=False)
-    safetensors.torch.save_file(model.state_dict(), tmp_path / 'a.safetensors')
-    for path in ('a.pth', 'old.pth', 'a.safetensors'):
-        loaded = load_model(tmp_path / path, img_size=8, in_chans=1, norm_layer='rmsnorm')
-        assert type(loaded) is type(model)
-        assert_same(model, loaded)
-    save_for_hf(model, str(tmp_path / 'folder'), safe_serialization=True, model_args=args)
-    save_for_hf(model, str(tmp_path / 'pickled'), safe_serialization=False, model_args=args)
-    Checkpoint.of(model).write(tmp_path / 'b.safetensors')
-    for source in ('folder', 'pickled', 'b.safetensors'):
-        loaded = load_model(f'local-dir:{tmp_path / source}')
-        assert loaded.pretrained_cfg['architecture'] == name
-        assert_same(model, loaded)
 
 
 @given(
@@ -102,7 +82,10 @@ def test_what_was_assumed_is_a_warning(tmp_path, caplog):
 
 
 def test_the_ring_of_padding_is_found_in_the_tensors(tmp_path):
-    """timm's train.py tells the name of a folder only, and a table of another ring can have the same length."""
+    """timm's train.py tells only the name of a folder, which need not be there any more.
+
+    A table of another ring can have the same length.
+    """
     model = convert_model(phase1('cmhsa_hybrid_conv_32', kernel_size=5, depth=1))
     assert model.blocks[0].attn.rel_pos.padding == (2, 2)
     averaged = save_training(model, tmp_path, model=f'local-dir:{tmp_path}/phase2')
@@ -124,8 +107,9 @@ def test_a_stem_can_be_left_out_or_added(tmp_path):
         assert loaded.patch_embed(torch.zeros(1, 1, 32, 32)).shape[1] == tokens
 
 
-@given(embed_dim=st.integers(1, 1024), hidden_dim=st.integers(1, 4096))
+@pytest.mark.parametrize(('embed_dim', 'hidden_dim'), [(7, 61), (11, 15), (49, 196)])
 def test_the_width_of_the_mlp_gives_its_ratio(embed_dim, hidden_dim):
+    """Also if a division and a multiplication of floats round it down."""
     shapes = {'blocks.0.mlp.fc1.weight': (hidden_dim, embed_dim), 'blocks.0.attn.conv.weight': (1, 1, 3, 3)}
     _, args, _ = infer_model({name: torch.empty(shape, device='meta') for name, shape in shapes.items()})
     assert int(embed_dim * args['mlp_ratio']) == hidden_dim
@@ -144,34 +128,17 @@ def save_training(trained, folder, **args):
     return ema.module
 
 
-def test_training_checkpoints(tmp_path):
-    model = phase1(depth=2, img_size=(16, 24), in_chans=1, global_pool='max')
-    averaged = save_training(
-        model, tmp_path, gp='max', model_kwargs={'in_chans': 1, 'img_size': [16, 24]}, mean=[0.5], std=[0.2])
+@pytest.mark.parametrize(('img_size', 'args'), [
+    (16, {'img_size': 16, 'in_chans': 1}), (16, {'img_size': 16, 'in_chans': 1, 'attend': False}),
+    ((16, 24), {'input_size': [1, 16, 24]}), ((16, 24), {'model_kwargs': {'in_chans': 1, 'img_size': [16, 24]}})])
+def test_training_checkpoints(img_size, args, tmp_path):
+    model = phase1(depth=2, img_size=img_size, in_chans=1, global_pool='max')
+    averaged = save_training(model, tmp_path, gp='max', mean=[0.5], std=[0.2], **args)
     for name in ('checkpoint-0.pth.tar', 'model_best.pth.tar', 'last.pth.tar'):
         loaded = load_model(tmp_path / name)
         assert_same(averaged, loaded)
         assert (loaded.pretrained_cfg['mean'], loaded.pretrained_cfg['std']) == ([0.5], [0.2])
         assert_same(model, load_model(tmp_path / name, use_ema=False))
-
-
-@pytest.mark.parametrize('args', [
-    {'img_size': 16}, {'input_size': [3, 16, 16]}, {'model_kwargs': {'img_size': 16}},
-    {'img_size': 16, 'attend': False}])
-def test_options_of_train_py_give_the_image_size(args, tmp_path):
-    save_training(phase1(depth=1, img_size=16), tmp_path, **args)
-    assert load_model(tmp_path / 'last.pth.tar').patch_embed.img_size == (16, 16)
-
-
-@pytest.mark.parametrize(('img_size', 'given'), [(16, {}), ((8, 16), {'img_size': (8, 16)})])
-@pytest.mark.parametrize('options', [{}, {'peak': 0.75}])
-def test_phase_2_checkpoints_of_training_from_a_folder(img_size, given, options, tmp_path):
-    """The folder need not be there any more."""
-    converted = convert_model(phase1(depth=2, img_size=img_size), **options)
-    averaged = save_training(converted, tmp_path, model=f'local-dir:{tmp_path}/phase2')
-    loaded = load_model(tmp_path / 'last.pth.tar', **given)
-    assert isinstance(loaded, CmhsaAttn)
-    assert_same(averaged, loaded)
 
 
 @pytest.mark.parametrize('prefix', [
@@ -183,7 +150,7 @@ def test_prefixes_of_wrappers(prefix, tmp_path):
 
 
 def test_checkpoints_of_ordinary_loops(tmp_path):
-    """What they save beside the weights, under what names, and averaged by torch."""
+    """What they save beside the weights, under what names, averaged by torch, and in what formats."""
     model = tiny()
     beside = dict(
         best=np.float32(0.5), loss=np.float64(1.5), epoch=np.int64(3), losses=np.arange(3.), dtype=np.dtype('float16'),
@@ -193,8 +160,10 @@ def test_checkpoints_of_ordinary_loops(tmp_path):
     for name, weights in dict(state_dict=model.state_dict(), network=model.state_dict(), weights=averaged).items():
         torch.save({name: weights, **beside}, tmp_path / f'{name}.pt')
         assert_same(model, load_model(tmp_path / f'{name}.pt', img_size=8))
-    torch.save(averaged, tmp_path / 'averaged.pt')
-    assert_same(model, load_model(tmp_path / 'averaged.pt', img_size=8))
+    torch.save(averaged, tmp_path / 'old.pt', _use_new_zipfile_serialization=False)
+    safetensors.torch.save_file(averaged, tmp_path / 'averaged.safetensors')
+    for name in ('old.pt', 'averaged.safetensors'):
+        assert_same(model, load_model(tmp_path / name, img_size=8))
 
 
 @pytest.mark.parametrize('save', [save_torch_state_dict, partial(save_torch_state_dict, safe_serialization=False)])
@@ -216,17 +185,6 @@ def test_weights_in_several_files(save, tmp_path):
             load_model(tmp_path / index.name)
     with pytest.raises(CheckpointError, match=f'names {first.name}, which is not beside it'):
         load_model(tmp_path / 'model')
-
-
-def test_arguments_that_contradict_the_checkpoint_are_refused(tmp_path):
-    Checkpoint.of(tiny()).write(tmp_path / 'model')
-    load_model(tmp_path / 'model', img_size=(8, 8), num_classes=3)
-    for args, message in (
-            ({'img_size': 16}, r'was trained with img_size=\(8, 8\), but img_size=16 was given'),
-            ({'num_classes': 5}, 'was trained with num_classes=3'), ({'dtype': 'float16'}, 'dtype: not an argument'),
-            ({'pretrained': True}, 'pretrained: not an argument'), ({'depth': '4'}, 'is not what a model can have')):
-        with pytest.raises(CheckpointError, match=message):
-            load_model(tmp_path / 'model', **args)
 
 
 def assert_refused(path, message='.', **kwargs):
@@ -270,28 +228,24 @@ def test_no_code_of_a_file_runs(content, dump, tmp_path):
     assert not (tmp_path / 'executed').exists()
 
 
-@pytest.mark.parametrize('kind', ['metadata', 'config.json', 'train.py'])
-def test_arguments_that_open_other_files_are_left_out(kind, tmp_path):
+def test_arguments_that_open_other_files_are_left_out(tmp_path):
+    """From the metadata of a file, config.json, and the arguments of train.py."""
     (tmp_path / 'weights.pth').write_bytes(pickle.dumps(Executed(tmp_path / 'executed')))
     weights = str(tmp_path / 'weights.pth')
     hostile = {
         'pretrained': True, 'checkpoint_path': weights, 'cache_dir': str(tmp_path / 'cache'),
         'pretrained_cfg': {'file': weights}, 'pretrained_cfg_overlay': {'file': weights, 'url': f'file://{weights}'}}
-    model, path = tiny(), tmp_path / 'model' / 'model.safetensors'
-    path.parent.mkdir()
+    model, folder = tiny(), tmp_path / 'model'
+    folder.mkdir()
     name, model_args, tensors = 'test_cmhsa_conv_k3', {**TINY, **hostile}, model.state_dict()
-    if kind == 'metadata':
-        safetensors.torch.save_file(tensors, path, {'architecture': name, 'model_args': json.dumps(model_args)})
-    elif kind == 'config.json':
-        path = path.parent
-        config = {'architecture': name, 'model_args': model_args, 'pretrained_cfg': hostile['pretrained_cfg']}
-        write_folder(path, config, model)
-    else:
-        args = {'model': name, 'model_kwargs': model_args, **hostile}
-        torch.save({'state_dict': tensors, 'args': args}, path.with_name('last.pth.tar'))
-        path = path.with_name('last.pth.tar')
-    assert_same(model, load_model(path))
-    convert_checkpoint(path, tmp_path / 'out')
+    metadata = {'architecture': name, 'model_args': json.dumps(model_args)}
+    safetensors.torch.save_file(tensors, folder / 'a.safetensors', metadata)
+    write_folder(folder, {**metadata, 'model_args': model_args, 'pretrained_cfg': hostile['pretrained_cfg']}, model)
+    args = {'model': name, 'model_kwargs': model_args, **hostile}
+    torch.save({'state_dict': tensors, 'args': args}, folder / 'last.pth.tar')
+    for source in (folder / 'a.safetensors', folder, folder / 'last.pth.tar'):
+        assert_same(model, load_model(source))
+        convert_checkpoint(source, tmp_path / 'out', force=True)
     assert {entry.name for entry in tmp_path.iterdir()} == {'model', 'weights.pth', 'out'}
 
 
@@ -308,10 +262,7 @@ def test_models_of_other_libraries_are_refused(tmp_path):
         assert_refused(tmp_path / 'test_vit', 'is of |malformed')
 
 
-WEIGHT = 'norm.weight'
-
-
-def changed(tensor, name=WEIGHT):
+def changed(tensor, name='norm.weight'):
     return lambda state_dict: {**state_dict, name: tensor}
 
 
@@ -351,14 +302,11 @@ def test_tensors_that_are_not_the_models_are_refused(change, message, tmp_path):
     ('mlp_ratio', 10 ** 300), ('mlp_ratio', 'x' * 10 ** 6), ('drop_rate', 2), ('norm_layer', 'os.system'),
     ('stem', '1p' + 1000 * '-1p'), ('stem', '٣p'), ('stem', 5), ('mlp_layer', 'Mlp'),
     ('act_layer', '__class__'), ('norm_layer', 'nope'), ('global_pool', ['avg']), ('global_pool', {}),
-    ('fc_norm', 1), ('\ud800', 1),
+    ('fc_norm', 1),
 ])
 def test_configurations_that_no_model_has_are_refused(name, value, tmp_path):
     write_folder(tmp_path, {'architecture': 'test_cmhsa_conv_k3', 'model_args': {**TINY, name: value}})
-    if name in MODEL_ARGS:
-        assert_refused(tmp_path)
-    else:
-        load_model(tmp_path)
+    assert_refused(tmp_path)
 
 
 @pytest.mark.parametrize('content', [
@@ -384,8 +332,7 @@ def test_paths_that_are_no_checkpoints_are_refused(tmp_path):
         (tmp_path / name).mkdir()
     (tmp_path / 'weightless' / 'config.json').write_text('{}')
     for name, message in (
-            ('nothing.pth', 'does not exist'), ('empty', 'config.json cannot be read'),
-            ('weightless', 'folder without weights'), ('x' * 300, 'does not exist')):
+            ('empty', 'config.json cannot be read'), ('weightless', 'folder without weights')):
         assert_refused(tmp_path / name, message)
     for name in ('text.pth', 'text.safetensors'):
         for content in (b'', b'hello world\n' * 9, bytes(range(256)) * 9):

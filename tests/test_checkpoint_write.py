@@ -11,7 +11,7 @@ import torch
 from helpers import assert_equal, images_for, max_error, phase1, run_forked
 from torch import nn
 
-from timm_cmhsa import CheckpointError, CmhsaAttn, convert_model, load_model
+from timm_cmhsa import CheckpointError, convert_model, load_model
 from timm_cmhsa.checkpoint import Checkpoint
 
 every_form = pytest.mark.parametrize('name', ['out.safetensors', 'out.pth', 'out'])
@@ -46,14 +46,11 @@ def interrupt():
     raise KeyboardInterrupt
 
 
-MODELS = [
+@pytest.mark.parametrize('kwargs', [
     dict(), dict(in_chans=5, hidden_chans=5), dict(img_size=(8, 16), patch_size=(2, 4)), dict(kernel_size=11),
     dict(norm_layer='rmsnorm', act_layer='silu', init_values=0.1, fc_norm=True, global_pool='max', mlp_ratio=1.5),
     dict(num_classes=0, global_pool=''), dict(stem='8p-8-16p', hidden_chans=16, mlp_layer='depthwise'),
-    dict(dtype=torch.bfloat16)]
-
-
-@pytest.mark.parametrize('kwargs', MODELS)
+    dict(dtype=torch.bfloat16)])
 @pytest.mark.parametrize('options', [None, {}, {'peak': 0.75}])
 def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
     model = phase1(**{'img_size': 16, 'depth': 2, 'num_classes': 5, **kwargs})
@@ -65,7 +62,9 @@ def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
     Checkpoint.of(model).write(tmp_path / 'folder')
     images = images_for(model)
     by_timm = timm.create_model(f'local-dir:{tmp_path}/folder', pretrained=True, dtype=images.dtype).eval()
-    loaded_models = [load_model(tmp_path / name) for name in ('a.safetensors', 'folder')]
+    loaded_models = [load_model(f'local-dir:{tmp_path / name}') for name in ('a.safetensors', 'folder')]
+    for loaded in loaded_models:
+        assert loaded.pretrained_cfg['architecture'] == model.pretrained_cfg['architecture']
     for loaded in (load_model(tmp_path / 'a.pth', **args), *loaded_models, by_timm):
         assert type(loaded) is type(model)
         assert_equal(model.state_dict(), loaded.state_dict())
@@ -73,7 +72,6 @@ def test_a_model_is_loaded_as_it_was(kwargs, options, tmp_path):
 
 
 def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
-    """timm's overrides work on the folder, too."""
     model = convert_model(phase1(depth=2, img_size=16, num_classes=5))
     model.set_input_size((8, 24))
     model.reset_classifier(3, 'max')
@@ -82,35 +80,19 @@ def test_a_model_that_was_changed_is_loaded_as_it_is(tmp_path):
     checkpoint.write(tmp_path / 'out', card='# A model')
     assert (tmp_path / 'out' / 'README.md').read_text() == '# A model'
     loaded = load_model(tmp_path / 'out')
-    assert (loaded.patch_embed.img_size, loaded.num_classes) == ((8, 24), 3)
+    assert loaded.patch_embed.img_size == (8, 24)
     assert loaded.pretrained_cfg['label_names'] == list('abc')
-    name = f'local-dir:{tmp_path}/out'
-    assert timm.create_model(name, pretrained=True, num_classes=7)(torch.randn(1, 3, 8, 24)).shape == (1, 7)
-    assert timm.create_model(name, pretrained=True, in_chans=1)(torch.randn(1, 1, 8, 24)).shape == (1, 3)
-    larger = timm.create_model(name, pretrained=True, img_size=(16, 32)).eval()
-    model.set_input_size((16, 32))
-    assert max_error(model(images_for(model)), larger(images_for(model))) <= 1e-6
+    assert max_error(model(images_for(model)), loaded(images_for(model))) <= 1e-6
+    assert timm.create_model(f'local-dir:{tmp_path}/out', pretrained=True, num_classes=7).num_classes == 7
 
 
 @every_form
 def test_files_have_the_permissions_of_the_umask(name, tmp_path):
     write(tmp_path / name, 1)
     (tmp_path / 'plain').touch()
-    expected = (tmp_path / 'plain').stat().st_mode
-    written = [path for path in (tmp_path / name, *(tmp_path / name).rglob('*')) if path.is_file()]
-    assert written
-    assert all(path.stat().st_mode == expected for path in written)
-
-
-def test_models_that_cannot_be_described_are_refused(tmp_path):
-    model = CmhsaAttn(img_size=8, patch_size=4, depth=1, norm_layer=nn.LayerNorm)
-    with pytest.raises(CheckpointError, match=r'norm_layer=.*LayerNorm.* does not go into config\.json'):
-        Checkpoint.of(model).write(tmp_path / 'out')
-    assert not list(tmp_path.iterdir())
-    model = timm.create_model('test_cmhsa_conv_k3')
-    model.prune_intermediate_layers([0], prune_norm=True)
-    with pytest.raises(CheckpointError, match='The final norm was pruned'):
-        Checkpoint.of(model).write(tmp_path / 'pruned')
+    files = [path for path in tmp_path.rglob('*') if path.is_file()]
+    assert len(files) > 1
+    assert len({path.stat().st_mode for path in files}) == 1
 
 
 @pytest.mark.parametrize('name', ['out.safetensors', 'out', pytest.param('x' * 251 + '.pth', id='longest')])

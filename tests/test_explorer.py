@@ -213,7 +213,7 @@ def test_the_image_is_shown_and_can_lie_under_the_map(shown, page):
 
 
 @pytest.mark.slow
-def test_the_page_fits_a_phone_at_night(shown, page):
+def test_the_page_fits_a_phone_at_night(page):
     phone = dict(width=375, height=800, deviceScaleFactor=2, mobile=True)
     dark = [dict(name='prefers-color-scheme', value='dark')]
     page.execute_cdp_cmd('Emulation.setDeviceMetricsOverride', phone)
@@ -221,12 +221,8 @@ def test_the_page_fits_a_phone_at_night(shown, page):
     try:
         wait(page, lambda: page.execute_script('return innerWidth') == 375)
         assert page.execute_script('return document.documentElement.scrollWidth') == 375
-        image, map_ = (page.find_element(By.ID, name).rect for name in ('image', 'map'))
-        assert min(image['width'], map_['width']) > 280
-        assert map_['y'] > image['y'] + image['height']
+        assert min(page.find_element(By.ID, name).rect['width'] for name in ('image', 'map')) > 280
         assert page.execute_script('return getComputedStyle(document.body).backgroundColor') == 'rgb(21, 24, 28)'
-        point_at(page, 'image', 5, 7)
-        check_shown(page, shown[2]['blocks.0.attn'], image=0, head=0, query=(5, 7), key=(2, 2))
     finally:
         page.execute_cdp_cmd('Emulation.clearDeviceMetricsOverride', {})
         page.execute_cdp_cmd('Emulation.setEmulatedMedia', {'features': []})
