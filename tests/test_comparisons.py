@@ -3,7 +3,6 @@ import copy
 import sys
 from pathlib import Path
 
-import hybrid_phase1
 import hybrid_phase2
 import natural_images
 import pytest
@@ -103,7 +102,7 @@ def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize(('script', 'num_rows', 'num_plots'), [
     ('table1', 8, 1), ('figure2', 4, 1), ('pixel_models', 6, 0),
-    ('hybrid_phase1', 14, 0), ('hybrid_phase2', 6, 1), ('vit_starts', 4, 0), ('natural_images', 3, 1),
+    ('hybrid_phase1', 5, 0), ('hybrid_phase2', 6, 1), ('vit_starts', 4, 0), ('natural_images', 3, 1),
     ('two_phases', 4, 1),
 ])
 def test_scripts(script, num_rows, num_plots, tmp_path):
@@ -166,9 +165,6 @@ def test_rows_have_the_size_that_was_measured():
             model = row.rewrite(model.eval()) if row.rewrite else model
             assert sum(parameter.numel() for parameter in model.parameters()) / 1e6 == pytest.approx(
                 sizes[title], rel=1e-4), title
-    lines = (ROOT / 'benchmarks' / 'hybrid_phase1.csv').read_text().splitlines()
-    measured = {int(line.split(',')[4]) for line in lines[1:]}
-    assert {sum(parameter.numel() for parameter in create(row).parameters()) for row in hybrid_phase1.ROWS} == measured
 
 
 def test_gains_of_hybrids_are_paired_by_seed_and_number_of_images():

@@ -40,7 +40,6 @@ sys.path.insert(0, str(Path(__file__).parents[2] / 'examples' / 'cifar10'))
 import resnet18_cifar  # noqa: F401  registers the model
 
 VERSIONS = {module.__name__: module.__version__ for module in (torch, torchvision, timm, timm_cmhsa)}
-NUM_HELD_OUT = 1000  # photos
 NARROW: Dict[str, Any] = dict(  # the hybrid for 32 pixels that most tables of the docs are of: 8 x 8 tokens of width 96
     stem='32p-96p', patch_size=4, hidden_chans=96, depth=4, mlp_ratio=4.)
 NUM_LOOKED_AT, LOOKS = 64, ('best_weight', 'distance', 'entropy')  # images, and what is measured in them
@@ -104,7 +103,7 @@ def replicate(rows: Mapping[Key, Run], args: Namespace) -> Dict[Key, List[Run]]:
 
     def data(run: Run) -> Callable[..., Path]:
         if 'data_dir' in args:
-            return partial(photos, data_dir=args.data_dir, num_held_out=10 if args.quick else NUM_HELD_OUT)
+            return partial(photos, data_dir=args.data_dir, num_held_out=10 if args.quick else args.num_held_out)
         return partial(run.data, num_validation=100, num_test=100) if args.quick else run.data
 
     return {key: [run.change(**changes, data=data(run), seed=seed) for seed in range(args.seeds)]
