@@ -58,8 +58,7 @@ def add_beside(model: Any, num_heads: int = 4, head_dim: int = 24, qk_dim: int =
 ALONE, BESIDE = 'phase 1 alone', 'heads beside, switch 0.4'
 FINE: Dict[str, Any] = dict(model_kwargs=dict(NARROW, stem='32-96p', patch_size=2))
 WIDE: Dict[str, Any] = dict(model_kwargs={})  # as cmhsa_hybrid_conv_32 is
-RAW: Dict[str, Any] = dict(  # Muon is far worse there
-    model='cmhsa_conv_k5_patch4_32', model_kwargs=dict(hidden_chans=6, depth=4), opt='adamw', lr=1e-3)
+RAW: Dict[str, Any] = dict(model='cmhsa_conv_k5_patch4_32', model_kwargs=dict(hidden_chans=6, depth=4))
 ROWS: Dict[str, Tuple[float, Optional[Callable[[Any], nn.Module]], Dict[str, Any]]] = {
     # the epochs that take as long as one of phase 1 alone, how it is rewritten, and options
     ALONE: (1., None, dict(switch=1.)),
@@ -84,7 +83,7 @@ def main() -> None:
     add = parser.add_argument
     add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=120, help='of phase 1 alone (default: %(default)s)')
-    add('--muon', action='store_true', help='for a GPU: Muon, but on raw patches; batches of 512; equal epochs')
+    add('--muon', action='store_true', help='for a GPU: Muon; batches of 512; equal epochs')
     args = parser.parse_args()
     batch_size = 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the learning rate
     recipe = dict(opt='muon', lr=0.05, batch_size=512) if args.muon else dict(

@@ -425,7 +425,7 @@ def test_phase_1_alone(photos, tmp_path, monkeypatch):
 
 
 def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
-    """Norms, MLPs and the head keep the steps that phase 1 counted; attention counts its own."""
+    """Norms, MLPs and the head keep the steps that phase 1 counted; attention counts its own, and learns slowly."""
     checkpoint = torch.load(finished[0] / 'checkpoints' / 'phase2.pth.tar', weights_only=True)
     state, groups = (checkpoint['optimizer'][key] for key in ('state', 'param_groups'))
     steps = {False: set(), True: set()}
@@ -433,6 +433,9 @@ def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
         counted = [state[index] for index in group['params'] if 'step' in state[index]]  # by AdamW in Muon
         steps['full_scale' in group] |= {int(each['step']) for each in counted}
     assert steps == {False: {12}, True: {6}}  # of 4 and 2 epochs of 3 steps
+    assert {group['full_scale'] for group in groups if 'full_scale' in group} == {0.03}
+    tables = [group for group in groups if group.get('use_fallback') and 'full_scale' in group and group['params']]
+    assert len(tables) == 1, 'biases are no matrices, which Muon is for'
 
 
 def test_models_are_judged_by_mirror_images_too(photos, tmp_path):
@@ -547,7 +550,7 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
             ([], (size, hybrid, 8.8e-3, 8.8e-3, 1.)),  # for 2 images in a step
             (['--batch-size', '3', '--mixup', '0', '--cutmix', '0'], (size, hybrid, 1.1e-2, 1.1e-2, 1.)),
             (['--opt', 'adamw'], (size, hybrid, 3.5e-4, 1.8e-4, 1.)),
-            (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 1.8e-4, 8.8e-3, 0.4)),
+            (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 8.8e-3, 8.8e-3, 0.4)),
             (['--compare', 'test_vit'], (size, hybrid, 8.8e-3, 1.8e-4, 1.)),
             (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1., 1.))):
         args = parse('--compare', 'resnet18', *options)

@@ -13,7 +13,7 @@ import torch
 from timm.models import VisionTransformer
 from timm.utils import ParseKwargs
 
-from ..models import registered_hybrid
+from ..models import CmhsaConv, registered_hybrid
 from .data import Images
 from .model import SOURCES, starts_from_weights
 
@@ -248,12 +248,12 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
     `opt` is an optimizer that is given. Steps have `share` of the images for which learning rates are right.
     """
     is_hybrid = name.startswith('cmhsa_hybrid')
-    on_patches = not is_hybrid and _is_vit(name)
+    attends = _attends(name)
     kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
-    reason = 'from weights' if has_weights else 'attention on raw patches needs it' if on_patches else (
+    reason = 'from weights' if has_weights else 'attention needs it from scratch' if attends else (
         'learns faster than AdamW from scratch')
-    opt = opt or ('adamw' if has_weights or on_patches else 'muon')
+    opt = opt or ('adamw' if has_weights or attends else 'muon')
     if opt == 'muon':
         lr, kind = MUON_LR, 'all models'
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
@@ -264,10 +264,10 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
             0.5, 'of the batches get Mixup or CutMix'))
 
 
-def _is_vit(name: str) -> bool:
-    """Return whether a name of timm is of a `VisionTransformer`, as its entry point is annotated."""
+def _attends(name: str) -> bool:
+    """Return whether a name of timm is of a `VisionTransformer` with attention, as its entry point is annotated."""
     kind = timm.is_model(name) and timm.model_entrypoint(name).__annotations__.get('return')
-    return isinstance(kind, type) and issubclass(kind, VisionTransformer)
+    return isinstance(kind, type) and issubclass(kind, VisionTransformer) and not issubclass(kind, CmhsaConv)
 
 
 def fingerprint(args: Namespace) -> Dict[str, Any]:

@@ -38,6 +38,7 @@ TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name 
 ENOUGH = 4  # seconds of such steps
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
+NEW_OF_MUON = 0.03  # their learning rate, relative to that of others
 
 Point = Dict[str, float]  # of a curve
 
@@ -209,23 +210,25 @@ class Trainer:
         return seconds * self.updates / few.updates
 
     def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
-        """Create an optimizer. Parameters that `before` does not have get groups of their own, to warm up."""
+        """Create an optimizer. Parameters that `before` does not have warm up, and learn at a rate of their own."""
         args = self.args
         optimizer = create_optimizer_v2(
             model, args.opt, lr=(before and args.phase2_lr) or args.lr, weight_decay=args.weight_decay,
             layer_decay=args.layer_decay, fallback_no_weight_decay=True, **args.opt_kwargs)  # Muon is for matrices
-        if before is None or args.separate_schedules:
+        if before is None:
             return optimizer
         old = dict(before.model.named_parameters())
         kept = {parameter: old[name] for name, parameter in model.named_parameters()
                 if name in old and old[name].shape == parameter.shape}
-        optimizer.state.update(
-            {parameter: before.optimizer.state[source] for parameter, source in kept.items()
-             if source in before.optimizer.state})
+        if not args.separate_schedules:
+            optimizer.state.update(
+                {parameter: before.optimizer.state[source] for parameter, source in kept.items()
+                 if source in before.optimizer.state})
         for group in list(optimizer.param_groups):
             new = [parameter for parameter in group['params'] if parameter not in kept]
             group['params'] = [parameter for parameter in group['params'] if parameter in kept]
-            optimizer.add_param_group({**group, 'params': new, 'full_scale': group.get('lr_scale', 1.)})
+            scale = group.get('lr_scale', 1.) * (NEW_OF_MUON if 'muon' in args.opt else 1.)
+            optimizer.add_param_group({**group, 'params': new, 'full_scale': scale})
         return optimizer
 
     def _train_epoch(self, epoch: int, state: Trained, progress: tqdm) -> Tuple[float, float]:
