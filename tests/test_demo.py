@@ -1,5 +1,4 @@
 """The demo in examples/demo: real requests to its server, and a real browser."""
-import contextlib
 import importlib
 import itertools
 import os
@@ -107,11 +106,9 @@ def test_errors_are_one_line(folder, arguments, message, monkeypatch):
 def space(folder):
     """Address of the page as a Space: its models in variables."""
     env = {**os.environ, 'MODEL': str(folder / 'after'), 'BEFORE': str(folder / 'before'), 'PYTHONUNBUFFERED': '1'}
-    process = subprocess.Popen([sys.executable, demo.__file__], env=env, stdout=subprocess.PIPE, text=True)
-    with contextlib.closing(process.stdout):
+    with subprocess.Popen([sys.executable, demo.__file__], env=env, stdout=subprocess.PIPE, text=True) as process:
         yield process.stdout.readline().split()[-1] + '/'
         process.terminate()
-        process.wait()
 
 
 @pytest.mark.slow
