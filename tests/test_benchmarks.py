@@ -33,21 +33,10 @@ def test_speed(tmp_path):
     assert again.stdout.count('round 1, ') == 2, 'goes on from what is there'
     assert document.read_text().startswith(text)
     assert again.stdout[again.stdout.index('`python benchmarks/speed.py'):].strip() in document.read_text()
-
-    content = json.loads(results.read_text())
-    cnn, ours = (content['measured'][name] for name in MODELS)
+    cnn, ours = map(json.loads(results.read_text())['measured'].get, MODELS)
     assert cnn['inference'][0]['operations'] == pytest.approx(8.2e9, rel=0.02)  # 4.1 GMACs
     assert ours['training'][0]['operations'] == pytest.approx(3 * ours['inference'][0]['operations'], rel=0.02)
     assert ours['inference'][0]['peak_bytes'] > 4 * 29e6, 'its parameters'
-
-    content['about']['torch'] = '1.0'
-    results.write_text(json.dumps(content))
-    assert 'other versions or other options: move it away first' in run(script, *options, code=1).stderr
-
-
-def test_gpu_needs_one(tmp_path):
-    assert run('gpu.py', tmp_path, code=1).stderr == 'There is no CUDA GPU here.\n'
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

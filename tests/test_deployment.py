@@ -49,8 +49,6 @@ def test_torchscript_and_fx(form, fused):
     outputs = create_feature_extractor(model, {'blocks.1': 'block', 'head': 'logits'})(images)
     torch.testing.assert_close(outputs['logits'], expected)
     torch.testing.assert_close(outputs['block'], model.blocks(model.patch_embed(images)))
-    block = model.blocks[0]
-    torch.testing.assert_close(torch.fx.symbolic_trace(block)(outputs['block']), block(outputs['block']))
 
 
 @pytest.mark.parametrize(('form', 'backend'), [
@@ -70,27 +68,25 @@ def test_compile_without_graph_breaks(form, backend):
 
 
 @all_forms
-@pytest.mark.parametrize('strict', [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_export_for_any_number_of_images(form, strict):
+def test_export_for_any_number_of_images(form):
     model = create(form)
     images = images_for(model, 9)
     batch = torch.export.Dim('batch', min=1, max=64)
-    exported = torch.export.export(model, (images[:2],), dynamic_shapes=({0: batch},), strict=strict).module()
+    exported = torch.export.export(model, (images[:2],), dynamic_shapes=({0: batch},)).module()  # strict in torch 2.6
     torch.testing.assert_close(exported(images), model(images), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.filterwarnings('ignore')  # both exporters warn about themselves
-@pytest.mark.parametrize(('exportable', 'options'), [
-    (False, dict(dynamo=False)), (True, dict(dynamo=False)), pytest.param(False, {}, marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings('ignore')  # the exporter warns about itself
+@pytest.mark.parametrize('exportable', [False, True])
 @all_forms
-def test_onnx_for_any_number_of_images(form, exportable, options, tmp_path):
-    """By the older exporter, and by the one that PyTorch takes by default; also as timm creates models for export."""
+def test_onnx_for_any_number_of_images(form, exportable, tmp_path):
+    """By the older exporter; also as timm creates models for export."""
     onnxruntime = pytest.importorskip('onnxruntime')
     pytest.importorskip('onnx')
     model, path = create(form, exportable=exportable), str(tmp_path / 'model.onnx')
     images = images_for(model, 5)
     torch.onnx.export(
-        model, (images[:2],), path, input_names=['images'], dynamic_axes={'images': {0: 'batch'}}, **options)
+        model, (images[:2],), path, input_names=['images'], dynamic_axes={'images': {0: 'batch'}}, dynamo=False)
     session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
     actual = torch.from_numpy(session.run(None, {'images': images.numpy()})[0])
     torch.testing.assert_close(actual, model(images), atol=1e-4, rtol=1e-4)

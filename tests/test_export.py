@@ -1,13 +1,13 @@
 """`python -m timm_cmhsa.export`: an ONNX file that computes what the model does, or none."""
 import json
+import sys
 
 import pytest
 import timm
 import torch
-from helpers import command_error, images_for, max_error, phase1, run_python
+from helpers import command_error, max_error, phase1, run_python
 
 import timm_cmhsa
-from timm_cmhsa import VerificationError
 from timm_cmhsa.export import export_onnx, main
 from timm_cmhsa.images import data_config
 
@@ -18,7 +18,6 @@ if torch.__version__ < '2.7':
     pytest.skip('the exporter of torch 2.6 fails on batch norm', allow_module_level=True)
 
 NAMES = ['caf\u00e9', 'dog', 'owl']
-EXPORT = '-m', 'timm_cmhsa.export'
 
 
 def hybrid():
@@ -58,7 +57,7 @@ def test_every_form_in_batches_of_any_size(form, tmp_path):
 def test_the_command_notes_classes_and_preprocessing(tmp_path):
     model = phase1(num_classes=3, img_size=(24, 32), pretrained_cfg_overlay=dict(crop_pct=0.8, mean=(0.1, 0.2, 0.3)))
     timm_cmhsa.save_for_hub(model, tmp_path / 'model', label_names=NAMES)
-    result = run_python(*EXPORT, 'model', 'model.onnx', cwd=tmp_path)
+    result = run_python('-m', 'timm_cmhsa.export', 'model', 'model.onnx', cwd=tmp_path)
     assert result.stdout.startswith('largest error in onnxruntime: ')
     assert result.stdout.endswith('written to model.onnx\n')
     session = onnxruntime.InferenceSession(tmp_path / 'model.onnx', providers=['CPUExecutionProvider'])
@@ -69,37 +68,24 @@ def test_the_command_notes_classes_and_preprocessing(tmp_path):
     assert expected['input_size'] == (3, 24, 32)
     assert {key: tuple(noted[key]) if isinstance(value, tuple) else noted[key] for key, value in expected.items()} == (
         expected)
-    images = images_for(model, 3)
-    logits, = session.run(['logits'], {'images': images.numpy()})
-    assert max_error(model(images), torch.from_numpy(logits)) < 1e-5
 
 
 def test_nothing_is_written_if_the_error_is_too_large(tmp_path, capsys):
     path = tmp_path / 'model.onnx'
-    with pytest.raises(VerificationError, match='above the tolerance of 0'):
-        export_onnx(phase1(), path, tolerance=0)
     timm_cmhsa.save_for_hub(phase1(), tmp_path / 'model')
     path.write_bytes(b'an older one')
-    command_error(main, [tmp_path / 'model', path, '--tolerance', '0', '--force'], capsys, code=1)
+    error = command_error(main, [tmp_path / 'model', path, '--tolerance', '0', '--force'], capsys, code=1)
+    assert 'above the tolerance of 0' in error
     assert path.read_bytes() == b'an older one'
     assert len([*tmp_path.iterdir()]) == 2
 
 
-class Unexportable(torch.nn.Module):
-    """Its result depends on the values of the images."""
-    def __init__(self):
-        super().__init__()
-        self.pretrained_cfg = dict(input_size=(3, 8, 8))
-        self.scale = torch.nn.Parameter(torch.ones(()))
-
-    def forward(self, images):
-        return images.mean(dim=[2, 3]) * (self.scale if images.sum() > 0 else 1)
-
-
 @pytest.mark.filterwarnings('ignore')
 def test_what_cannot_be_exported_is_one_line(tmp_path):
+    model = phase1()
+    model.register_forward_pre_hook(lambda _, args: args if args[0].sum() > 0 else None)  # depends on the images
     with pytest.raises(timm_cmhsa.CheckpointError, match=r'^The model cannot be exported: [^\n]*$'):
-        export_onnx(Unexportable(), tmp_path / 'model.onnx')
+        export_onnx(model, tmp_path / 'model.onnx')
     assert not [*tmp_path.iterdir()]
 
 
@@ -116,10 +102,9 @@ def test_bad_input_is_one_line(arguments, message, tmp_path, monkeypatch, capsys
     assert (tmp_path / 'old.onnx').read_bytes() == b'of the user'
 
 
-@pytest.mark.parametrize('missing', ['onnx', 'onnxscript', 'onnxruntime'])
-def test_what_is_missing_is_named(missing, tmp_path):
-    blocked = f'import sys; sys.modules[{missing!r}] = None; from timm_cmhsa.export import main; sys.exit(main())'
-    result = run_python('-c', blocked, 'model', 'model.onnx', code=2, cwd=tmp_path)
-    assert result.stderr.count('\n') == 1
-    assert missing in result.stderr
-    assert "pip install 'timm_cmhsa[export]'" in result.stderr
+@pytest.mark.parametrize('missing', ['onnxscript', 'onnxruntime'])
+def test_what_is_missing_is_named(missing, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, missing, None)
+    error = command_error(main, ['model', tmp_path / 'model.onnx'], capsys)
+    assert missing in error
+    assert "pip install 'timm_cmhsa[export]'" in error

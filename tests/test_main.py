@@ -27,8 +27,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize(('arguments', 'code'), [
-    (['--model', 'x', '-c', 'exit'], 7), pytest.param(['-h'], 0, marks=pytest.mark.slow),
-    pytest.param(['raise'], 1, marks=pytest.mark.slow)])
+    (['-h', '--model', 'x', '-c', 'exit'], 7), pytest.param(['raise'], 1, marks=pytest.mark.slow)])
 def test_same_as_the_script_by_itself(folder, arguments, code):
     alone = run_python('scripts/script.py', *arguments, code=code, cwd=folder)
     through = run_python('-m', 'timm_cmhsa', 'scripts/script.py', *arguments, code=code, cwd=folder)
@@ -49,15 +48,3 @@ def test_usage(folder, monkeypatch, capsys, arguments, code, said):
         main()
     assert error.value.code == code
     assert said in capsys.readouterr()[code > 0]
-
-
-@pytest.mark.slow
-def test_under_torchrun(folder):
-    # A file a rank: what two processes print at the same time is mixed in the output they share.
-    (folder / 'rank.py').write_text(
-        "import os, timm; open(os.environ['RANK'], 'w').write(str(timm.is_model('cmhsa_attn')))\n")
-    torchrun = '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node'
-    run_python(*torchrun, '2', '-m', 'timm_cmhsa', 'rank.py', cwd=folder)
-    assert [(folder / rank).read_text() for rank in ('0', '1')] == ['True', 'True']
-    through = run_python(*torchrun, '1', '-m', 'timm_cmhsa', 'scripts/script.py', 'raise', code=1, cwd=folder)
-    assert 'a bug of the script' in through.stderr

@@ -9,7 +9,6 @@ import pytest
 import timm
 import torch
 from helpers import command_error, is_picture, phase1, run_forked, run_python
-from hub_server import Repository
 from PIL import Image
 from timm.models import save_for_hf
 
@@ -115,11 +114,12 @@ def in_classes(model, tmp_path):
     return tmp_path / 'test'
 
 
-def test_folders_of_classes_are_evaluated(model, in_classes, tmp_path):
+def test_folders_of_classes_are_evaluated(model, in_classes, tmp_path, capsys):
     output = tmp_path / 'predictions.csv'
-    result = run_python(*PREDICT, model, in_classes, '--output', output)
-    assert 'top-1 75.00 % of 24 images, 95 % interval 55.1 to 88.0' in result.stdout
-    table = result.stdout.split('top-1\n')[-1].splitlines()
+    assert main([str(model), str(in_classes), '--output', str(output)]) == 0
+    out = capsys.readouterr().out
+    assert 'top-1 75.00 % of 24 images, 95 % interval 55.1 to 88.0' in out
+    table = out.split('top-1\n')[-1].splitlines()
     found = predict(model, in_classes)
     right = found.logits.argmax(dim=1) == found.targets
     shares = {i: (int((found.targets == i).sum()), 100 * right[found.targets == i].float().mean().item())
@@ -204,17 +204,14 @@ def test_forms_of_models(model, hub, tmp_path):
     ours = timm_cmhsa.load_model(model)
     Checkpoint.of(ours).write(tmp_path / 'model.safetensors')
     timm_cmhsa.push_to_hub(ours, 'alice/ours')
-    repositories = {'alice/stock': stock, 'timm/test_resnet.r160_in1k': timm.create_model('test_resnet').eval()}
-    for name, each in repositories.items():
-        save_for_hf(each, str(tmp_path / name), {'pretrained_cfg': {**each.pretrained_cfg, 'tag': None}},
-                    safe_serialization=True)
-        hub.repositories[name] = Repository(private=False)
-        hub.repositories[name].commit(
-            'main', {file.name: file.read_bytes() for file in (tmp_path / name).iterdir()}, 'Add model')
+    official = timm.create_model('test_resnet').eval()
+    for name, each in (('alice/stock', stock), ('alice/official', official)):
+        timm.models.push_to_hf_hub(each, name, safe_serialization=True)
+    hub.repositories['timm/test_resnet.r160_in1k'] = hub.repositories['alice/official']
     forms = {
         ours: (model, f'local-dir:{model}', tmp_path / 'model.safetensors', 'hf-hub:alice/ours'),
         stock: (tmp_path / 'stock', f'local-dir:{tmp_path}/stock', 'hf-hub:alice/stock'),
-        repositories['timm/test_resnet.r160_in1k']: ('test_resnet', 'hf-hub:timm/test_resnet.r160_in1k')}
+        official: ('test_resnet', 'hf-hub:timm/test_resnet.r160_in1k')}
     for loaded, sources in forms.items():
         for source in sources:
             logits = predict(source, tmp_path / '1.png').logits
@@ -246,8 +243,7 @@ def test_memory_does_not_grow_with_the_photos(tmp_path):
     ('MODEL ok.png --batch-size 0', '--batch-size 0 must be at least 1'), ('MODEL ok.png --device abacus', 'abacus'),
     ('MODEL ok.png --workers -1', '--workers -1 must be at least 0'), ('MODEL ok.png --top 0', '--top 0 must be at'),
     ('MODEL ok.png --output ok.png', '--output ok.png must end in .csv'),
-    ('MODEL ok.png --output nowhere/1.csv', 'nowhere is not a folder'),
-    ('MODEL', 'the following arguments are required: PHOTOS')])
+    ('MODEL ok.png --output nowhere/1.csv', 'nowhere is not a folder')])
 def test_bad_input_is_one_line(arguments, message, model, hub, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write_images(tmp_path, ['ok.png'])
@@ -263,13 +259,6 @@ def test_bad_input_is_one_line(arguments, message, model, hub, tmp_path, monkeyp
     assert sorted(tmp_path.rglob('*')) == before
 
 
-def test_photos_without_classes_need_no_place_for_pictures(model, tmp_path):
-    write_images(tmp_path / 'photos', ['0.png'])
-    (tmp_path / 'confusion.png').write_text('of an evaluation')
-    assert main([str(model), str(tmp_path / 'photos'), '--output', str(tmp_path / 'out.csv')]) == 0
-    assert (tmp_path / 'confusion.png').read_text() == 'of an evaluation'
-
-
 def test_predictions_are_written_though_an_evaluation_lacks_its_extra(model, in_classes, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, 'timm_cmhsa.evaluation', None)  # as without scikit-learn
     assert main([str(model), str(in_classes), '--output', str(tmp_path / 'out.csv')]) == 2
@@ -277,11 +266,14 @@ def test_predictions_are_written_though_an_evaluation_lacks_its_extra(model, in_
     assert len((tmp_path / 'out.csv').read_text().splitlines()) == 25
 
 
-def test_nothing_that_only_an_evaluation_needs_is_imported(model, tmp_path):
-    write_images(tmp_path, ['1.png'])
+def test_photos_without_classes_need_nothing_of_an_evaluation(model, tmp_path):
+    """No place for its pictures, and not its extra."""
+    write_images(tmp_path / 'photos', ['1.png'])
+    (tmp_path / 'confusion.png').write_text('of an evaluation')
     run_python('-c', f'''
 import sys
 from timm_cmhsa.predict import main
-assert main([{str(model)!r}, {str(tmp_path / "1.png")!r}, '--output', {str(tmp_path / "1.csv")!r}]) == 0
+assert main([{str(model)!r}, {str(tmp_path / "photos")!r}, '--output', {str(tmp_path / "1.csv")!r}]) == 0
 assert not {{'sklearn', 'scipy', 'matplotlib'}} & sys.modules.keys()
 ''')
+    assert (tmp_path / 'confusion.png').read_text() == 'of an evaluation'

@@ -8,18 +8,16 @@ import json
 import os
 import re
 import shlex
-import shutil
 import time
 from itertools import product
 from pathlib import Path
 
 import pytest
-import timm
 import torch
 import yaml
-from helpers import assert_equal, run_python
+from helpers import run_python, write_photos
 
-from timm_cmhsa import convert_checkpoint, load_model
+from timm_cmhsa import convert_checkpoint
 from timm_cmhsa.cli import convert_main
 
 CLONE = Path(os.environ.get('TIMM_CLONE', ''))
@@ -47,14 +45,9 @@ def digits(tmp_path_factory):
 
 
 @pytest.fixture(scope='module')
-def few(digits, tmp_path_factory):
-    """The first of the digits."""
+def few(tmp_path_factory):
     folder = tmp_path_factory.mktemp('few')
-    for split, number in (('train', 13), ('validation', 3)):
-        for label in map(str, range(10)):
-            (folder / split / label).mkdir(parents=True)
-            for image in sorted((digits / split / label).iterdir())[:number]:
-                shutil.copy(image, folder / split / label)
+    write_photos(folder, num_train=65)
     return folder
 
 
@@ -79,10 +72,6 @@ def validate(digits, model, *extra):
         '-m', 'timm_cmhsa', CLONE / 'validate.py', '--data-dir', digits, '--split', 'validation', '--model', model,
         '--num-classes', 10, *size, '-b', 100, '--device', DEVICE, '-j', 1, *extra)
     return json.JSONDecoder().raw_decode(stdout.split('--result\n')[1])[0]
-
-
-def weights(checkpoint):
-    return torch.load(checkpoint, map_location='cpu', weights_only=False)['state_dict']
 
 
 @pytest.fixture(scope='module')
@@ -115,14 +104,6 @@ def test_two_phases_and_validation(digits, phase1, tmp_path):
     trained = validate(digits, model, '--checkpoint', tmp_path / 'phase2' / 'last.pth.tar')
     assert trained['top1'] == pytest.approx(last_epoch(tmp_path / 'phase2')['eval_top1'], abs=1)  # that was in bfloat16
     assert trained['top1'] > before['top1']
-    table = 'blocks.0.attn.rel_pos.relative_position_bias_table'
-    start, end = (load_model(path).state_dict()[table]
-                  for path in (tmp_path / 'converted', tmp_path / 'phase2' / 'last.pth.tar'))
-    assert (end - start).abs().max() > 0.01, 'soft heads learn where to look'
-
-    larger = ['--img-size', 24, '--model-kwargs', 'img_size=24']
-    train(digits, tmp_path / 'larger', model, '--pretrained', '--lr', 1e-3, *larger)
-    assert last_epoch(tmp_path / 'larger')['eval_top1'] > 20
 
 
 def test_hint_of_a_conversion_can_be_followed(digits, phase1, tmp_path, monkeypatch, capsys):
@@ -158,8 +139,9 @@ def test_phase2_with_hard_heads_as_shifts(digits, phase1, tmp_path, extra):
 @pytest.mark.parametrize(('model', 'extra'), [(CONV, '--torchcompile'), *product([CONV, ATTN], [
     '--amp --amp-dtype bfloat16 --model-ema --model-ema-decay 0.9 --layer-decay 0.75',
     '--grad-checkpointing --in-chans 1 --mean 0.1 --std 0.25 --clip-grad 1.0 --grad-accum-steps 2 --channels-last',
-    '--img-size 24 --model-kwargs img_size=24 --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1.0 --no-prefetcher',
-    '--mixup 0.8 --cutmix 1.0 --reprob 0.25 --drop-path 0.1'])])
+    '--img-size 24 --model-kwargs img_size=24 --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1.0 --no-prefetcher '
+    '--reprob 0.25 --drop-path 0.1']),
+    ('test_pixel_attn', '--model-kwargs img_size=16 rel_pos=quadratic_gen num_heads=[3,2,3,1] --opt momentum')])
 def test_options(few, tmp_path, model, extra):
     stdout = train(few, tmp_path / 'run', model, *extra.split())
     assert 'Traceback' not in stdout
@@ -172,61 +154,42 @@ def test_distillation(digits, phase1, tmp_path):
     assert 'KD teacher' in stdout
 
 
-@pytest.mark.parametrize(('model', 'module', 'model_kwargs'), [
-    (CONV, [], []), (ATTN, ['-m', 'timm_cmhsa'], []), (ATTN, [], ['rel_pos=padded_table']),
-    (ATTN, [], ['hard_attn=True'])])
-def test_two_processes(digits, tmp_path, model, module, model_kwargs):
-    """Both end with the same weights, repeated augmentations included."""
+@pytest.mark.parametrize('model_kwargs', [[], ['hard_attn=True']])
+def test_two_processes(digits, tmp_path, model_kwargs):
+    """Every parameter gets its gradient, repeated augmentations included."""
     launcher = tmp_path / 'launcher.py'
     launcher.write_text(LAUNCHER)
     stdout = run(
-        '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, *module, launcher, CLONE / 'train.py',
-        tmp_path, *options(
-            digits, tmp_path / 'run', model, '--model-kwargs', 'img_size=16', *model_kwargs, '-b', 25,
+        '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node', 2, '-m', 'timm_cmhsa', launcher,
+        CLONE / 'train.py', *options(
+            digits, tmp_path / 'run', ATTN, '--model-kwargs', 'img_size=16', *model_kwargs, '-b', 25,
             '--aug-repeats', 3, '--drop-path', 0.1, '--device', DDP_DEVICE))
     assert 'Process 0, total 2' in stdout
     assert not re.search(r'unused|find_unused_parameters|Grad strides|UserWarning', stdout), stdout
-    first, second = (torch.load(tmp_path / f'rank{rank}.pth', map_location='cpu') for rank in range(2))
-    assert_equal(first, second)
-    assert_equal(first, weights(tmp_path / 'run' / 'last.pth.tar'))
-    untrained = timm.create_model(model, num_classes=10, img_size=16).state_dict()
-    assert any((first[name] != untrained[name]).any() for name in untrained)
 
 
-# Runs train.py and keeps the weights of every process. Without GPUs train.py cannot run in several processes: it gives
-# torch's DistributedDataParallel the device_ids=[cpu], which torch refuses.
+# Runs train.py. Without GPUs it cannot run in several processes: it gives torch's DistributedDataParallel the
+# device_ids=[cpu], which torch refuses.
 LAUNCHER = '''
-import os, runpy, sys, warnings
-import timm.optim, torch
-DDP = torch.nn.parallel.DistributedDataParallel
+import runpy, sys, warnings
+import torch
 
-class CpuDDP(DDP):
+class CpuDDP(torch.nn.parallel.DistributedDataParallel):
     def __init__(self, module, device_ids=None, **kwargs):
         super().__init__(module, **kwargs)
 
 if torch.cuda.device_count() < 2:
     torch.nn.parallel.DistributedDataParallel = CpuDDP
-create, models = timm.optim.create_optimizer_v2, []
-
-def keep(model, **kwargs):
-    models.append(model)
-    return create(model, **kwargs)
-
-timm.optim.create_optimizer_v2 = keep
-script, folder = sys.argv[1:3]
-sys.argv = [script] + sys.argv[3:]
+sys.argv = sys.argv[1:]
 warnings.simplefilter('always', UserWarning)
-runpy.run_path(script, run_name='__main__')
-torch.save(models[0].state_dict(), f"{folder}/rank{os.environ['RANK']}.pth")
+runpy.run_path(sys.argv[0], run_name='__main__')
 '''
 
 
-@pytest.mark.parametrize('extra', [[], ['--reparam']])
-def test_onnx_export(phase1, extra, tmp_path):
+def test_onnx_export(phase1, tmp_path):
     convert_checkpoint(phase1 / 'model_best.pth.tar', tmp_path / 'phase2')
     run('-m', 'timm_cmhsa', CLONE / 'onnx_export.py', tmp_path / 'out.onnx', '--model',
-        f"local-dir:{tmp_path / 'phase2'}", '--num-classes', 10, '--img-size', 16, '--dynamo', '--check-forward',
-        *extra)
+        f"local-dir:{tmp_path / 'phase2'}", '--num-classes', 10, '--img-size', 16, '--dynamo', '--check-forward')
     assert (tmp_path / 'out.onnx').stat().st_size > 0
 
 
@@ -261,20 +224,3 @@ def test_table_at_paper_scale(few, tmp_path):
     again = run(*command)
     assert table in again
     assert 'Loaded checkpoint' in again, 'what was stopped goes on'
-
-
-def test_pixel_recipe(few, tmp_path):
-    """The recipe for CIFAR-10, on other images and with a small model: it trains, and resumes."""
-    recipe = tmp_path / 'recipe.yaml'
-    content = yaml.safe_load((EXAMPLES / 'cifar10/pixel_attn.yaml').read_text())
-    content = {key: value for key, value in content.items() if 'dataset' not in key}
-    recipe.write_text(yaml.safe_dump({**content, 'amp': DEVICE == 'cuda'}))
-    for epochs in (1, 2):
-        resume = ['--resume', tmp_path / 'pixel/last.pth.tar'] if epochs == 2 else []
-        run(CLONE / 'train.py', '--config', recipe, '--data-dir', few, '--model', 'test_pixel_attn', '--epochs', epochs,
-            '--warmup-epochs', 0, '-b', 20, '--img-size', 16, '--model-kwargs', 'img_size=16', 'rel_pos=quadratic_gen',
-            'num_heads=[3,2,3,1]', '--device', DEVICE, '-j', 1, '--output', tmp_path, '--experiment', 'pixel', *resume)
-    rows = list(csv.DictReader((tmp_path / 'pixel/summary.csv').open()))
-    assert [row['epoch'] for row in rows if row['epoch'].isdigit()] == ['0', '1']
-    state_dict = weights(tmp_path / 'pixel/last.pth.tar')
-    assert state_dict['blocks.3.attn.rel_pos.center'].shape == (1, 2)

@@ -47,7 +47,7 @@ def test_it_runs_with_the_package_alone(tmp_path):
     nbclient = pytest.importorskip('nbclient')
     notebook = pytest.importorskip('nbformat').read(NOTEBOOK, 4)
     cell, = (cell for cell in notebook.cells if 'train_two_phases(output=folder)' in cell.source)
-    cell.source = cell.source.replace('output=folder', 'output=folder, epochs=20')
+    cell.source = cell.source.replace('output=folder', 'output=folder, epochs=4')
     nbclient.NotebookClient(
         notebook, timeout=MOST_SECONDS, startup_timeout=MOST_SECONDS, kernel_name='python3',
         resources={'metadata': {'path': tmp_path}}).execute()
