@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, 
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Conv2dSame, get_same_padding, to_2tuple
+from timm.layers import Conv2dSame, get_same_padding
 from timm.models import register_notrace_function
 from timm.utils import unwrap_model
 from torch import nn
@@ -19,7 +19,7 @@ from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
 from .errors import one_line, text_table
-from .layers import Size2d, patchify, unpatchify
+from .layers import patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class AttendedConv2d(nn.Module):
     """
 
     def __init__(
-            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: Size2d, options: HeadOptions,
+            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int, options: HeadOptions,
             generator: torch.Generator) -> None:
         super().__init__()
         self.map_size, self.out_size = map_size, out_size
@@ -122,6 +122,8 @@ def attend_convs(
     """
     options = HeadOptions(peak=peak)
     options.check()
+    if patch_size < 1:
+        raise ValueError(f'{patch_size=} must be positive.')
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
     given, model = model, unwrap_model(model)
@@ -180,7 +182,8 @@ def attention_summary(model: nn.Module) -> str:
             attn, (height, width) = module.attn, module.grid_size
             num_params = sum(parameter.numel() for parameter in attn.parameters())
             num_weights = attn.qkv.weight.numel() + attn.proj.weight.numel()
-            macs = _macs(num_weights, attn.num_heads * (attn.qk_dim + attn.head_dim), height * width)
+            macs_of_scores = attn.num_heads * (attn.qk_dim + attn.head_dim) * height * width  # of a token
+            macs = height * width * (num_weights + macs_of_scores)
             costs.append([module.num_params, num_params, module.macs, macs])
             kernel = f"{'x'.join(map(str, module.kernel_size))}, stride {module.stride[0]}"
             heads = f'{attn.num_heads} of {attn.head_dim}'
@@ -274,7 +277,7 @@ def _agree(output: Any, expected: Any, model: nn.Module) -> bool:
 def _is_changed(conv: nn.Module) -> bool:
     """Return whether a convolution does more than its class: by hooks, a parametrization or another forward."""
     hooks = (conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks)
-    return any(hooks) or bool(conv._modules) or not vars(conv).keys().isdisjoint(['forward', '_conv_forward'])
+    return any((*hooks, conv._modules)) or not vars(conv).keys().isdisjoint(['forward', '_conv_forward'])
 
 
 def _attend(
@@ -289,7 +292,7 @@ def _attend(
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
         conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), (1, patch_size), options, generator)
+        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), patch_size, options, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(in_shape[1:], conv.kernel_size, conv.stride, conv.dilation)
         padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
@@ -308,21 +311,16 @@ def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dil
     return plain.train(conv.training)
 
 
-def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: Size2d) -> Tuple[Pair, Pair]:
+def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int) -> Tuple[Pair, Pair]:
     """Return patch and grid size, such that the patches cover what is read and what is written."""
-    patches, grids = [], []
-    for size, out, stride, side in zip(map_size, out_size, conv.stride, to_2tuple(patch_size)):
-        if side < 1:
-            raise ValueError(f'{patch_size=} must be positive.')
-        covered = max(size, out * stride)
-        patch = math.ceil(min(side, covered) / stride) * stride
-        patches.append(patch)
-        grids.append(math.ceil(covered / patch))
-    patch_size, grid_size = (patches[0], patches[1]), (grids[0], grids[1])
-    whole = all(size == grid * patch for size, grid, patch in zip(map_size, grid_size, patch_size))
-    if conv.padding_mode == 'circular' and not (whole and keeps_size(conv, patch_size, grid_size)):
+    covered = [max(size, out * stride) for size, out, stride in zip(map_size, out_size, conv.stride)]
+    patch_h, patch_w = (
+        math.ceil(min(patch_size, size) / stride) * stride for size, stride in zip(covered, conv.stride))
+    grid_h, grid_w = math.ceil(covered[0] / patch_h), math.ceil(covered[1] / patch_w)
+    is_whole = map_size == (grid_h * patch_h, grid_w * patch_w)
+    if conv.padding_mode == 'circular' and not (is_whole and keeps_size(conv, (patch_h, patch_w), (grid_h, grid_w))):
         raise ValueError('Circular padding has to keep the size of the map, in whole patches.')
-    return patch_size, grid_size
+    return (patch_h, patch_w), (grid_h, grid_w)
 
 
 def _cheapest_rewrite(
@@ -339,8 +337,8 @@ def _cheapest_rewrite(
 
     def cost(head_dim: int) -> int:
         qk_dim = default_qk_dim(dim, head_dim)
-        macs = _macs(2 * dim * qk_dim + head_dim * (dim + dim_out), qk_dim + head_dim, num_patches)
-        return len(plans[head_dim]) * (macs + SOFTMAX_MACS * num_patches ** 2)
+        num_weights = 2 * dim * qk_dim + head_dim * (dim + dim_out)
+        return len(plans[head_dim]) * (num_weights + (qk_dim + head_dim + SOFTMAX_MACS) * num_patches)
 
     head_dim = min(plans, key=cost)
     num_heads = len(plans[head_dim])
@@ -350,8 +348,3 @@ def _cheapest_rewrite(
             f'{MAX_BIAS_ENTRIES / 2 ** 28:g} GiB for their biases: use larger patches or a smaller input.')
     return rewrite(
         conv, patch_size, grid_size, options._replace(head_dim=head_dim), generator, plans[head_dim], conv.groups)
-
-
-def _macs(num_weights: int, attn_dim: int, num_patches: int) -> int:
-    """Return the multiply-accumulates for one image of projections, and of attention, `attn_dim` a pair of patches."""
-    return num_patches * (num_weights + attn_dim * num_patches)
