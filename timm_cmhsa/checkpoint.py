@@ -97,15 +97,12 @@ def open_model(source: PathLike) -> nn.Module:
 
 def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
     """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
-    spec, tensors = checkpoint.spec, checkpoint.tensors
-    if spec.attend:
-        check_tensors(tensors, checkpoint.source)
-        args = {**spec.model_args, **model_kwargs}
-        model = create_attended(spec.architecture or '', args, spec.attend, tensors, checkpoint.source)
-        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
+    if checkpoint.spec.attend:
+        check_tensors(checkpoint.tensors, checkpoint.source)
+        model = create_attended(checkpoint, **model_kwargs)
     else:
         model = checkpoint.model(architecture, **model_kwargs)
-    for note in spec.notes:
+    for note in checkpoint.spec.notes:
         _logger.warning('%s: %s', checkpoint.source, note)
     return model
 
@@ -154,23 +151,23 @@ class Checkpoint:
         CheckpointError is raised if the arguments of the model, or the `base_args` of a CNN, do not give it anew.
         """
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        attend = getattr(model, 'attended', [])
-        if attend:
+        cfg = dict(filter_pretrained_cfg(model.pretrained_cfg, remove_source=True), num_classes=model.num_classes)
+        architecture = cfg.pop('architecture')
+        if hasattr(model, 'attended'):
             args = checked_args(dict(getattr(model, 'base_args', {}), num_classes=model.num_classes), 'base_args')
-            check_attended(model, args)
-            cfg = dict(filter_pretrained_cfg(model.pretrained_cfg, remove_source=True), num_classes=model.num_classes)
-            return cls(Spec(cfg.pop('architecture'), args, cfg, attend=attend), tensors)
+            checkpoint = cls(Spec(architecture, args, cfg, attend=model.attended), tensors)
+            check_attended(model, checkpoint)
+            return checkpoint
         if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
             raise CheckpointError(
                 'The final norm was pruned, and no arguments give such a model: use prune_norm=False.')
-        args = {key: value for key, value in model.model_args().items() if value is not None}
+        args = {key: value for key, value in model.model_args().items() if value is not None and key != 'num_classes'}
         for key, value in args.items():
             if not isinstance(value, (bool, int, float, str, tuple, list)):
                 raise CheckpointError(
                     f'{key}={value} does not go into config.json: create the model with its timm name.')
-        cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
-        cfg.update(num_classes=args.pop('num_classes'), input_size=(model.in_chans, *model.patch_embed.img_size))
-        return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
+        cfg.update(input_size=(model.in_chans, *model.patch_embed.img_size))
+        return cls(Spec(architecture, args, cfg), tensors)
 
     def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
         """Build the model of this package around the tensors, in eval mode. See `load_model`."""
