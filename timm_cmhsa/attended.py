@@ -22,12 +22,8 @@ def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
         return timm.create_model(name, **kwargs)
 
 
-def is_attend(attend: Any) -> bool:
-    """Return whether these are arguments of `attend_convs`, call by call."""
-    return isinstance(attend, list) and all(map(_is_call, attend))
-
-
-def _is_call(call: Any) -> bool:
+def is_call(call: Any) -> bool:
+    """Return whether these are arguments of a call of `attend_convs`."""
     if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
         return False
     names, patch_size, peak = call['names'], call['patch_size'], call['peak']
@@ -83,5 +79,4 @@ def _check_others(checkpoint: Any, args: Mapping[str, Any]) -> None:
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
             raise CheckpointError(
-                f'{source} is not {about} but for its attention, as {name} differs: set model.base_args to the '
-                'arguments that it was created with.')
+                f'{source} is not {about}, as {name} differs: set model.base_args to the arguments of its creation.')

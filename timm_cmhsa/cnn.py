@@ -38,8 +38,8 @@ def map_to_tokens(x: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: 
     height, width = x.shape[-2:]
     if height != map_size[0] or width != map_size[1]:
         raise ValueError(
-            f'Attention in place of a convolution expects a map of {map_size[0]} x {map_size[1]}, this one has '
-            f"{height} x {width}: pass the model's input_size to attend_convs.")
+            f'Attention expects a map of {map_size[0]} x {map_size[1]}, this one has {height} x {width}: pass the '
+            'input_size of the model to attend_convs.')
     grow_h, grow_w = grid_size[0] * patch_size[0] - height, grid_size[1] * patch_size[1] - width
     return patchify(F.pad(x, [0, grow_w, 0, grow_h]), patch_size)
 
@@ -205,7 +205,7 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:
         if not any(fnmatchcase(name, pattern) for name in convs):
             raise ValueError(
                 f'{type(model).__name__} has no convolution larger than one pixel named {pattern!r}: names are like '
-                f"{next(iter(convs), 'none')!r}, and 'layer4.*' is all in layer4.")
+                f'{next(iter(convs), "none")!r}, or layer4.* for all in layer4.')
     chosen = {conv for name, conv in convs.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return {name: conv for name, conv in convs.items() if conv in chosen}  # under all its names
 
@@ -213,10 +213,7 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:
 def _replace(
         model: nn.Module, convs: Mapping[str, nn.Module], attended: Mapping[nn.Module, nn.Module],
         input_size: Tuple[int, ...], expected: Any) -> List[nn.Module]:
-    """Put attention in place of convolutions. Return those that the model still calls, which are put back.
-
-    If the model's output changes, all are put back, with a ValueError.
-    """
+    """Put attention in place of convolutions; put back, and return, those that the model still calls."""
     called = list(attended)
     try:
         for name, conv in convs.items():
@@ -224,8 +221,7 @@ def _replace(
         output, shapes = _run(model, input_size, attended)
         if not _agree(output, expected, model):
             raise ValueError(
-                f'The output of {type(model).__name__} changed with attention in place of its convolutions, so they '
-                'were put back. Pass fewer names to find the one that cannot be replaced.')
+                f'The output of {type(model).__name__} changed with attention, which was undone: pass fewer names.')
         called = [conv for conv in attended if shapes[conv]]
     finally:
         for name, conv in convs.items():
@@ -235,13 +231,8 @@ def _replace(
 
 
 @torch.no_grad()
-def _run(
-        model: nn.Module, input_size: Tuple[int, ...], convs: Iterable[nn.Module],
-) -> Tuple[Any, Dict[nn.Module, Shapes]]:
-    """Run the model on a random input, and return its output and the shapes that convolutions see.
-
-    The state of the random numbers stays as it is, so the next run gets the same input.
-    """
+def _run(model: nn.Module, input_size: Tuple[int, ...], convs: Iterable[nn.Module]) -> Tuple[Any, Dict[Any, Shapes]]:
+    """Run the model on a random input, the same every time; return its output and the shapes that convolutions see."""
     shapes: Dict[nn.Module, Shapes] = {conv: set() for conv in convs}
 
     def see(conv: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: torch.Tensor) -> None:
@@ -326,13 +317,10 @@ def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int) ->
 def _cheapest_rewrite(
         conv: nn.Conv2d, patch_size: Pair, grid_size: Pair, options: HeadOptions,
         generator: torch.Generator) -> RelPosAttention:
-    """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones.
-
-    Heads that keep the groups of a convolution apart carry whole patches.
-    """
+    """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones."""
     num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
-    widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)
+    widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)  # heads that keep groups apart carry patches
     plans = {width: plan_heads(conv, patch_size, grid_size, width, options.peak, conv.groups) for width in widths}
 
     def cost(head_dim: int) -> int:

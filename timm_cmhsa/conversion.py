@@ -75,8 +75,7 @@ def convert_checkpoint(
     }
     if not report.max_error <= tolerance:
         raise VerificationError(
-            f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '
-            'written.')
+            f'{report}\nthe error of {report.max_error:.1e} is above tolerance={tolerance:.1e}: nothing was written.')
     Checkpoint.of(converted).write(dst, force)
     return report
 
