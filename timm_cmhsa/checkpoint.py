@@ -293,13 +293,10 @@ def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = Fal
     if others and not ignore_others:
         raise CheckpointError(
             f'{source}: {", ".join(others)}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
-    known = {}
-    for name, limit in MODEL_ARGS.items():
-        value = args.get(name)
-        if value is None:
-            continue
-        value = tuple(value) if isinstance(value, list) else value
-        values = value if isinstance(value, tuple) else (value,)  # one for each side or block
+    known = {name: tuple(args[name]) if isinstance(args[name], list) else args[name]
+             for name in MODEL_ARGS if args.get(name) is not None}
+    for name, value in known.items():
+        limit, values = MODEL_ARGS[name], value if isinstance(value, tuple) else (value,)  # one for each side or block
         if isinstance(limit, type):
             is_good = isinstance(value, limit) and len(str(value)) <= MAX_WORD
         else:
@@ -307,7 +304,6 @@ def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = Fal
                 type(x) in (int, type(limit)) and 0 <= x <= limit for x in values)
         if not is_good:
             raise CheckpointError(f'{source}: {name}={reprlib.repr(value)} is not what a model can have.')
-        known[name] = value
     return known
 
 

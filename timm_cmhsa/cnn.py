@@ -63,13 +63,13 @@ class AttendedConv2d(nn.Module):
     """
 
     def __init__(
-            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int, options: HeadOptions,
+            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int, peak: Optional[float],
             generator: torch.Generator) -> None:
         super().__init__()
         self.map_size, self.out_size = map_size, out_size
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
         self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
-        self.attn = _cheapest_rewrite(conv, self.patch_size, self.grid_size, options, generator)
+        self.attn = _cheapest_rewrite(conv, self.patch_size, self.grid_size, peak, generator)
         self.attn.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             self.attn.proj.bias.requires_grad_(conv.bias.requires_grad)
@@ -120,17 +120,15 @@ def attend_convs(
         ValueError: If there is nothing to replace, or the model does not run with such an input, or computes something
             else with attention. It is left as it was.
     """
-    options = HeadOptions(peak=peak)
-    options.check()
+    HeadOptions(peak=peak).check()
     if patch_size < 1:
         raise ValueError(f'{patch_size=} must be positive.')
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
     given, model = model, unwrap_model(model)
     convs = _select(model, [names] if isinstance(names, str) else names)
-    cfg: Any = getattr(model, 'pretrained_cfg', None)
-    if input_size is None:
-        input_size = (cfg or {}).get('input_size')
+    cfg: Any = getattr(model, 'pretrained_cfg', None) or {}
+    input_size = cfg.get('input_size') if input_size is None else input_size
     if not isinstance(input_size, Sequence) or len(input_size) not in (2, 3):
         raise ValueError(
             f'{type(model).__name__} needs input_size=(C, H, W), or (C, L) for sequences, not {input_size}.')
@@ -146,17 +144,15 @@ def attend_convs(
             if _is_changed(conv) or any(owners[id(parameter)] > 1 for parameter in conv.parameters()):
                 raise ValueError('It has hooks, a parametrization, another forward, or weights that others share.')
             if conv not in attended:
-                attended[conv] = _attend(conv, shapes[conv], patch_size, options, generator)
+                attended[conv] = _attend(conv, shapes[conv], patch_size, peak, generator)
         except (ValueError, TypeError, RuntimeError) as e:  # the last for weights without data, as on meta
             kept[name] = one_line(e)
-    if attended:
-        for conv in _replace(model, convs, attended, input_size, output):
-            attended.pop(conv)
-            kept.update((name, 'The model calls it from outside its modules, such as from a list.')
-                        for name, other in convs.items() if other is conv)
-    if not attended:
+    called = _replace(model, convs, attended, input_size, output) if attended else []
+    kept.update((name, 'The model calls it from outside its modules, such as from a list.')
+                for name, conv in convs.items() if conv in called)
+    names = [name for name in convs if name not in kept]
+    if not names:
         raise ValueError(f'None of {len(kept)} convolutions can be replaced by attention. {next(iter(kept.values()))}')
-    names = [name for name, conv in convs.items() if conv in attended]
     call = dict(names=names, patch_size=patch_size, peak=peak)
     kept_whole: Any = getattr(model, 'no_weight_decay', set)()
     tables = {name for name, _ in model.named_parameters() if '.rel_pos.' in name}
@@ -272,7 +268,7 @@ def _is_changed(conv: nn.Module) -> bool:
 
 
 def _attend(
-        conv: Any, shapes: Shapes, patch_size: int, options: HeadOptions, generator: torch.Generator) -> AttendedConv2d:
+        conv: Any, shapes: Shapes, patch_size: int, peak: Optional[float], generator: torch.Generator) -> nn.Module:
     if len(shapes) != 1:
         raise ValueError('It is not called.' if not shapes else f'It is called with maps of {len(shapes)} sizes.')
     (in_shape, out_shape), = shapes
@@ -283,13 +279,13 @@ def _attend(
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
         conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), patch_size, options, generator)
+        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), patch_size, peak, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(in_shape[1:], conv.kernel_size, conv.stride, conv.dilation)
         padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
         conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
     map_size, out_size = (in_shape[1], in_shape[2]), (out_shape[1], out_shape[2])
-    return AttendedConv2d(conv, map_size, out_size, patch_size, options, generator)
+    return AttendedConv2d(conv, map_size, out_size, patch_size, peak, generator)
 
 
 def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:
@@ -315,13 +311,13 @@ def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int) ->
 
 
 def _cheapest_rewrite(
-        conv: nn.Conv2d, patch_size: Pair, grid_size: Pair, options: HeadOptions,
+        conv: nn.Conv2d, patch_size: Pair, grid_size: Pair, peak: Optional[float],
         generator: torch.Generator) -> RelPosAttention:
     """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones."""
     num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
     widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)  # heads that keep groups apart carry patches
-    plans = {width: plan_heads(conv, patch_size, grid_size, width, options.peak, conv.groups) for width in widths}
+    plans = {width: plan_heads(conv, patch_size, grid_size, width, peak, conv.groups) for width in widths}
 
     def cost(head_dim: int) -> int:
         qk_dim = default_qk_dim(dim, head_dim)
@@ -334,5 +330,5 @@ def _cheapest_rewrite(
         raise ValueError(
             f'Its {num_heads} heads on a map of {grid_size[0]} x {grid_size[1]} tokens would need more than '
             f'{MAX_BIAS_ENTRIES / 2 ** 28:g} GiB for their biases: use larger patches or a smaller input.')
-    return rewrite(
-        conv, patch_size, grid_size, options._replace(head_dim=head_dim), generator, plans[head_dim], conv.groups)
+    options = HeadOptions(head_dim=head_dim, peak=peak)
+    return rewrite(conv, patch_size, grid_size, options, generator, plans[head_dim], conv.groups)
