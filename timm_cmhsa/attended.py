@@ -42,10 +42,7 @@ def check_attended(model: Any, checkpoint: Any) -> None:
 
 
 def create_attended(checkpoint: Any, **model_kwargs: Any) -> Any:
-    """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode.
-
-    CheckpointError tells what does not fit.
-    """
+    """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode."""
     spec = checkpoint.spec
     args = {**spec.model_args, **model_kwargs}
     _check_others(checkpoint, args)
