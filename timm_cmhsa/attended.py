@@ -1,6 +1,6 @@
 """CNNs of timm with attention in place of convolutions: what a config.json says about one, and the model made of it."""
 import reprlib
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 import timm
 import torch
@@ -22,12 +22,8 @@ def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
         return timm.create_model(name, **kwargs)
 
 
-def is_attend(attend: Any) -> bool:
-    """Return whether these are arguments of `attend_convs`, call by call."""
-    return isinstance(attend, list) and all(map(_is_call, attend))
-
-
-def _is_call(call: Any) -> bool:
+def is_call(call: Any) -> bool:
+    """Return whether these are arguments of a call of `attend_convs`."""
     if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
         return False
     names, patch_size, peak = call['names'], call['patch_size'], call['peak']
@@ -36,54 +32,48 @@ def _is_call(call: Any) -> bool:
             and (peak is None or (type(peak) is float and 0 < peak < 1)))
 
 
-def check_attended(model: Any, args: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless a CNN's name and these arguments give it anew, and it can be trained on."""
+def check_attended(model: Any, checkpoint: Any) -> None:
+    """Raise CheckpointError unless the checkpoint of a CNN gives it anew, and it can be trained on."""
     layers = [module.attn for module in model.modules() if isinstance(module, AttendedConv2d)]
     if not all(isinstance(layer, RelPosAttention) for layer in layers):
         raise CheckpointError('A model that was reparameterized for inference cannot be built anew: save its source.')
     in_chans, *img_size = model.pretrained_cfg['input_size']
-    args = dict(args, in_chans=in_chans, img_size=tuple(img_size))
-    _check_others(model.pretrained_cfg['architecture'], args, model.attended, model.state_dict(), 'The model')
+    _check_others(checkpoint, dict(checkpoint.spec.model_args, in_chans=in_chans, img_size=tuple(img_size)))
 
 
-def create_attended(
-        architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
-        tensors: Mapping[str, torch.Tensor], source: str) -> Any:
-    """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode.
-
-    `args` are those of `timm.create_model`, with `img_size` and `in_chans`. CheckpointError tells what does not fit.
-    """
-    if not args.keys() >= {'in_chans', 'img_size'}:
-        raise CheckpointError(f'{source}: its config.json lacks input_size, of pretrained_cfg.')
-    _check_others(architecture, args, attend, tensors, source)
-    model = create_sized(architecture, **args)
+def create_attended(checkpoint: Any, **model_kwargs: Any) -> Any:
+    """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode."""
+    spec = checkpoint.spec
+    args = {**spec.model_args, **model_kwargs}
+    _check_others(checkpoint, args)
+    model = create_sized(spec.architecture, **args)
     try:
-        for call in attend:
+        for call in spec.attend:
             attend_convs(model, input_size=(args['in_chans'], *to_2tuple(args['img_size'])), **call)
-        model.load_state_dict(tensors)
-    except (RuntimeError, ValueError) as e:
-        raise CheckpointError(f'{source} does not fit {architecture} with attention: {one_line(e, 300)}') from e
-    model.base_args = dict(args)
+        model.load_state_dict(checkpoint.tensors)
+    except (KeyError, RuntimeError, ValueError) as e:
+        raise CheckpointError(
+            f'{checkpoint.source} does not fit {spec.architecture} with attention: {one_line(e, 300)}') from e
+    model.base_args = args
+    model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
     return model.eval()
 
 
-def _check_others(
-        architecture: str, args: Mapping[str, Any], attend: Sequence[Mapping[str, Any]],
-        tensors: Mapping[str, torch.Tensor], source: str) -> None:
+def _check_others(checkpoint: Any, args: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless tensors fit a CNN but for its attention. This takes no memory."""
-    if not timm.is_model(architecture) or is_ours(architecture):
-        raise CheckpointError(f'{source}: {reprlib.repr(architecture)} is not a CNN of timm.')
-    about = f'{architecture} with {reprlib.repr(dict(args))}'
+    spec, tensors, source = checkpoint.spec, checkpoint.tensors, checkpoint.source
+    if not timm.is_model(spec.architecture or '') or is_ours(spec.architecture):
+        raise CheckpointError(f'{source}: {reprlib.repr(spec.architecture)} is not a CNN of timm.')
+    about = f'{spec.architecture} with {reprlib.repr(dict(args))}'
     try:
         with torch.device('meta'):
-            bare = create_sized(architecture, **args).state_dict()
+            bare = create_sized(spec.architecture, **args).state_dict()
     except Exception as e:  # timm's layers raise many kinds
         raise CheckpointError(f'{source}: {about} is no model: {one_line(e)}') from e
-    attended = tuple(f'{name}.' for call in attend for name in call['names'])
+    attended = tuple(f'{name}.' for call in spec.attend for name in call['names'])
     for name, tensor in bare.items():
         if name.startswith(attended) or name.endswith('.num_batches_tracked'):  # which frozen batch norm lacks
             continue
         if name not in tensors or tensors[name].shape != tensor.shape:
             raise CheckpointError(
-                f'{source} is not {about} but for its attention, as {name} differs: set model.base_args to the '
-                'arguments that it was created with.')
+                f'{source} is not {about}, as {name} differs: set model.base_args to the arguments of its creation.')

@@ -23,7 +23,7 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
-from .attended import check_attended, create_attended, is_attend
+from .attended import check_attended, create_attended, is_call
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
 from .files import MODEL_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
@@ -97,15 +97,8 @@ def open_model(source: PathLike) -> nn.Module:
 
 def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
     """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
-    spec, tensors = checkpoint.spec, checkpoint.tensors
-    if spec.attend:
-        check_tensors(tensors, checkpoint.source)
-        args = {**spec.model_args, **model_kwargs}
-        model = create_attended(spec.architecture or '', args, spec.attend, tensors, checkpoint.source)
-        model.pretrained_cfg = model.default_cfg = {**model.pretrained_cfg, **spec.pretrained_cfg}
-    else:
-        model = checkpoint.model(architecture, **model_kwargs)
-    for note in spec.notes:
+    model = checkpoint.model(architecture, **model_kwargs)
+    for note in checkpoint.spec.notes:
         _logger.warning('%s: %s', checkpoint.source, note)
     return model
 
@@ -133,7 +126,11 @@ class Checkpoint:
         path = _download(str(source)) if str(source).startswith(HUB_PREFIXES) else local_path(source)
         config: Dict[str, Any] = {}
         if os.path.isdir(path):
-            config, path = read_json(path / 'config.json'), _weights_of(path)
+            config = read_json(path / 'config.json')
+            weights = [path / name for name in WEIGHT_NAMES if (path / name).is_file()]
+            if not weights:
+                raise CheckpointError(f'{path} is a folder without weights: expected {" or ".join(WEIGHT_NAMES[:2])}.')
+            path = weights[0]
         elif not os.path.isfile(path):
             raise CheckpointError(
                 f'{path} does not exist: give a checkpoint file, a local-dir: folder or hf-hub:USER/NAME.')
@@ -149,31 +146,29 @@ class Checkpoint:
 
     @classmethod
     def of(cls, model: Any) -> 'Checkpoint':
-        """Return the checkpoint of a model of this package, or of a CNN of timm after `attend_convs`.
-
-        CheckpointError is raised if the arguments of the model, or the `base_args` of a CNN, do not give it anew.
-        """
+        """Return the checkpoint of a model, see `load_model`, if its arguments (`base_args` of a CNN) give it anew."""
         tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-        attend = getattr(model, 'attended', [])
-        if attend:
+        cfg = dict(filter_pretrained_cfg(model.pretrained_cfg, remove_source=True), num_classes=model.num_classes)
+        architecture = cfg.pop('architecture')
+        if hasattr(model, 'attended'):
             args = checked_args(dict(getattr(model, 'base_args', {}), num_classes=model.num_classes), 'base_args')
-            check_attended(model, args)
-            cfg = dict(filter_pretrained_cfg(model.pretrained_cfg, remove_source=True), num_classes=model.num_classes)
-            return cls(Spec(cfg.pop('architecture'), args, cfg, attend=attend), tensors)
+            checkpoint = cls(Spec(architecture, args, cfg, attend=model.attended), tensors)
+            check_attended(model, checkpoint)
+            return checkpoint
         if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
-            raise CheckpointError(
-                'The final norm was pruned, and no arguments give such a model: use prune_norm=False.')
-        args = {key: value for key, value in model.model_args().items() if value is not None}
+            raise CheckpointError('The final norm was pruned, which no arguments give: use prune_norm=False.')
+        args = {key: value for key, value in model.model_args().items() if value is not None and key != 'num_classes'}
         for key, value in args.items():
             if not isinstance(value, (bool, int, float, str, tuple, list)):
-                raise CheckpointError(
-                    f'{key}={value} does not go into config.json: create the model with its timm name.')
-        cfg = filter_pretrained_cfg(model.pretrained_cfg, remove_source=True)
-        cfg.update(num_classes=args.pop('num_classes'), input_size=(model.in_chans, *model.patch_embed.img_size))
-        return cls(Spec(cfg.pop('architecture'), args, cfg), tensors)
+                raise CheckpointError(f'{key}={value} does not go into config.json: give its name in timm.')
+        cfg.update(input_size=(model.in_chans, *model.patch_embed.img_size))
+        return cls(Spec(architecture, args, cfg), tensors)
 
     def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
-        """Build the model of this package around the tensors, in eval mode. See `load_model`."""
+        """Build the model around the tensors, in eval mode. See `load_model`."""
+        if self.spec.attend:
+            check_tensors(self.tensors, self.source)
+            return create_attended(self, **model_kwargs)
         name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
         try:
             if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
@@ -210,13 +205,15 @@ class Checkpoint:
         if name and not is_ours(name):
             raise CheckpointError(
                 f'{self.source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by '
-                f'{"load_model" if self.spec.attend else "timm.create_model"}.')
+                'timm.create_model.')
         if name and 'cmhsa' not in name:  # on pixels
             return name, args, []
         try:
             kind, inferred, assumed = infer_model(self.tensors, args.get('padding', 1))
-        except ValueError as e:
-            raise CheckpointError(f'{self.source} {e}') from e
+        except Exception as e:  # of tensors that are missing, or have other shapes
+            names = ', '.join(map(reprlib.repr, sorted(self.tensors)[:5]))
+            raise CheckpointError(
+                f'{self.source} holds {names}, ...: these are not the tensors of a phase-1 or phase-2 model.') from e
         if name and ('attn' in name) != ('attn' in kind):
             raise CheckpointError(
                 f'{self.source} is like {kind}, and not of {name}: `convert_checkpoint` makes phase 2 of phase 1.')
@@ -229,10 +226,7 @@ class Checkpoint:
         return registered_variant(kind, patch_size, args['hidden_chans'], args.get('stem', ''), img_size), args, assumed
 
     def write(self, dst: PathLike, force: bool = False, card: Optional[str] = None) -> None:
-        """Write a `.safetensors` or `.pth` file, by the suffix, or else a folder for timm's `local-dir:`.
-
-        The card is the README.md of a folder. CheckpointError means that nothing was written, see `check_destination`.
-        """
+        """Write a `.safetensors` or `.pth` file, by the suffix, or a folder for timm's `local-dir:`, with a card."""
         spec, metadata = self.spec, {'format': 'pt'}
         with replacing(check_destination(dst, force), force) as new:
             if new.suffix == '.safetensors':
@@ -260,13 +254,6 @@ def _config(spec: Spec) -> Dict[str, Any]:
         'pretrained_cfg': cfg, **attend}
 
 
-def _weights_of(folder: Path) -> Path:
-    for name in WEIGHT_NAMES:
-        if (folder / name).is_file():
-            return folder / name
-    raise CheckpointError(f'{folder} is a folder without weights: expected one of {", ".join(WEIGHT_NAMES[:2])}.')
-
-
 def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Return what a file holds, and what it says about its model, in the form of config.json."""
     if path.name.endswith(INDEX):
@@ -284,8 +271,7 @@ def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
                 content = torch.load(path, map_location='cpu', weights_only=True)
     except Exception as e:  # parsers of broken files raise many kinds
         raise CheckpointError(
-            f'{path} is not a checkpoint that can be read without running code. It is damaged, or holds more than '
-            'tensors: save model.state_dict().') from e
+            f'{path} is not a checkpoint that loads without running code, or damaged: save model.state_dict().') from e
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
     return content, _config_of_training(content) if 'args' in content else config
@@ -307,13 +293,10 @@ def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = Fal
     if others and not ignore_others:
         raise CheckpointError(
             f'{source}: {", ".join(others)}: not an argument of these models. Choose from {", ".join(MODEL_ARGS)}.')
-    known = {}
-    for name, limit in MODEL_ARGS.items():
-        value = args.get(name)
-        if value is None:
-            continue
-        value = tuple(value) if isinstance(value, list) else value
-        values = value if isinstance(value, tuple) else (value,)  # one for each side or block
+    known = {name: tuple(args[name]) if isinstance(args[name], list) else args[name]
+             for name in MODEL_ARGS if args.get(name) is not None}
+    for name, value in known.items():
+        limit, values = MODEL_ARGS[name], value if isinstance(value, tuple) else (value,)  # one for each side or block
         if isinstance(limit, type):
             is_good = isinstance(value, limit) and len(str(value)) <= MAX_WORD
         else:
@@ -321,7 +304,6 @@ def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = Fal
                 type(x) in (int, type(limit)) and 0 <= x <= limit for x in values)
         if not is_good:
             raise CheckpointError(f'{source}: {name}={reprlib.repr(value)} is not what a model can have.')
-        known[name] = value
     return known
 
 
@@ -331,7 +313,7 @@ def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     model_args, attend = config.get('model_args') or {}, config.get('attend') or []
     if not (isinstance(model_args, dict) and isinstance(told, dict) and isinstance(architecture, (str, type(None)))):
         raise CheckpointError(f'{source} has a malformed model configuration.')
-    if not is_attend(attend):
+    if not isinstance(attend, list) or not all(map(is_call, attend)):
         raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
     told = {**told, **{key: config[key] for key in LABEL_KEYS if key in config}}
     input_size = told.get('input_size')

@@ -38,9 +38,41 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f'{self.prog}: error: {message} (see {self.prog} --help)\n')
 
 
+def _size(text: str) -> Tuple[int, int]:
+    match = re.fullmatch(r'(\d+)(?:x(\d+))?', text)
+    if not match:
+        raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW')
+    return int(match[1]), int(match[2] or match[1])
+
+
 def convert_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `convert_checkpoint`; return its exit code."""
-    parser = _convert_parser()
+    parser = Parser(prog='convert_checkpoint', description=CONVERT_DESCRIPTION)
+    add = parser.add_argument
+    add('src', metavar='SRC', help=SOURCE)
+    add('dst', metavar='DST', type=Path, help='folder for --model local-dir:DST, or a .safetensors or .pth file')
+    add('--architecture', '--model', metavar='NAME',
+        help='registered phase-2 model, such as cmhsa_attn_soft (default: cmhsa_attn; with --peak cmhsa_attn_soft; '
+             'for hybrids cmhsa_hybrid_attn_*)')
+    add('--peak', metavar='P', type=float,
+        help='weight between 0 and 1 that a soft head gives to its own offset (default for cmhsa_attn_soft: 0.75)')
+    add('--num-heads', metavar='N', type=int, help='number of heads (default: as the architecture, or more if needed)')
+    add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
+    add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: as the architecture)')
+    add('--img-size', metavar='N', type=_size, help='image size, N or HxW pixels, if the checkpoint lacks it')
+    add('--patch-size', metavar='N', type=_size, help='patch size, N or HxW pixels, if the checkpoint lacks it')
+    add('--in-chans', metavar='N', type=int, help='image channels, if the checkpoint lacks it')
+    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
+        help='other arguments of the phase-1 model that the checkpoint lacks, such as global_pool=max')
+    add('--no-ema', dest='use_ema', action='store_false', help='convert the raw weights, not the averaged ones')
+    add('--images', metavar='DIR', type=Path, help='verify on images of this folder, too, 64 of them at most')
+    add('--tolerance', metavar='E', type=float, default=MAX_ERROR,
+        help='largest accepted error, relative to the largest value (default: %(default)s)')
+    add('--force', action='store_true', help='replace the model at DST')
+    add('--push-to-hub', metavar='USER/NAME', help='publish DST, a folder, on the Hugging Face Hub')
+    add('--private', action='store_true', help='make a private repository')
+    add('--license', metavar='ID', help='license on the model card, such as apache-2.0 (default: none)')
+    add('--version', action='version', version=f'timm_cmhsa {__version__}')
     args = vars(parse_options(parser, argv))
     dst, repo_id = args['dst'], args.pop('push_to_hub')
     private, license = args.pop('private'), args.pop('license')
@@ -65,7 +97,20 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
 
 def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     """Run `plot_attention`; return its exit code."""
-    parser = _plot_parser()
+    parser = Parser(prog='plot_attention', description=PLOT_DESCRIPTION)
+    add = parser.add_argument
+    add('source', metavar='CHECKPOINT', nargs='+', help=f'{SOURCE}; several in the order of training')
+    add('--output', metavar='FOLDER', type=Path, required=True, help='for the pictures; older ones there are replaced')
+    add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')
+    add('--num-images', metavar='N', type=int, default=100, help='take N images at most (default: %(default)s)')
+    add('--query', metavar=('ROW', 'COL'), nargs=2, type=float, default=(0.5, 0.5),
+        help='patch to look from: 0 0 is the upper left corner of the image, 1 1 the lower right one (default: centre)')
+    add('--layer', metavar='NAME', help='draw this layer alone, such as blocks.0.attn')
+    add('--html', action='store_true', help='write attention.html, a page to explore with the mouse, too')
+    add('--architecture', '--model', metavar='NAME', help='name of the model, if the checkpoint lacks it')
+    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
+        help='arguments of the model that the checkpoint lacks')
+    add('--version', action='version', version=f'timm_cmhsa {__version__}')
     args = parse_options(parser, argv)
 
     def plot() -> None:
@@ -108,60 +153,3 @@ def parse_options(parser: argparse.ArgumentParser, argv: Optional[Sequence[str]]
         return parser.parse_args(argv)
     except (ValueError, SyntaxError):  # of timm's ParseKwargs
         parser.error('argument --model-kwargs and the like: expected NAME=VALUE')
-
-
-def _size(text: str) -> Tuple[int, int]:
-    match = re.fullmatch(r'(\d+)(?:x(\d+))?', text)
-    if not match:
-        raise argparse.ArgumentTypeError(f'{text!r} is neither N nor HxW')
-    return int(match[1]), int(match[2] or match[1])
-
-
-def _convert_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog='convert_checkpoint', description=CONVERT_DESCRIPTION)
-    add = parser.add_argument
-    add('src', metavar='SRC', help=SOURCE)
-    add('dst', metavar='DST', type=Path, help='folder for --model local-dir:DST, or a .safetensors or .pth file')
-    add('--architecture', '--model', metavar='NAME',
-        help='registered phase-2 model, such as cmhsa_attn_soft (default: cmhsa_attn; with --peak cmhsa_attn_soft; '
-             'for hybrids cmhsa_hybrid_attn_*)')
-    add('--peak', metavar='P', type=float,
-        help='weight between 0 and 1 that a soft head gives to its own offset (default for cmhsa_attn_soft: 0.75)')
-    add('--num-heads', metavar='N', type=int, help='number of heads (default: as the architecture, or more if needed)')
-    add('--head-dim', metavar='N', type=int, help='width of a head (default: as the architecture)')
-    add('--qk-dim', metavar='N', type=int, help='width of queries and keys (default: as the architecture)')
-    add('--img-size', metavar='N', type=_size, help='image size, N or HxW pixels, if the checkpoint lacks it')
-    add('--patch-size', metavar='N', type=_size, help='patch size, N or HxW pixels, if the checkpoint lacks it')
-    add('--in-chans', metavar='N', type=int, help='image channels, if the checkpoint lacks it')
-    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
-        help='other arguments of the phase-1 model that the checkpoint lacks, such as global_pool=max')
-    add('--no-ema', dest='use_ema', action='store_false', help='convert the raw weights, not the averaged ones')
-    add('--images', metavar='DIR', type=Path, help='verify on images of this folder, too, 64 of them at most')
-    add('--tolerance', metavar='E', type=float, default=MAX_ERROR,
-        help='largest accepted error, relative to the largest value (default: %(default)s)')
-    add('--force', action='store_true', help='replace the model at DST')
-    add('--push-to-hub', metavar='USER/NAME', help='publish DST, a folder, on the Hugging Face Hub')
-    add('--private', action='store_true', help='make a private repository')
-    add('--license', metavar='ID', help='license on the model card, such as apache-2.0 (default: none)')
-    add('--version', action='version', version=f'timm_cmhsa {__version__}')
-    return parser
-
-
-def _plot_parser() -> argparse.ArgumentParser:
-    parser = Parser(prog='plot_attention', description=PLOT_DESCRIPTION)
-    add = parser.add_argument
-    add('source', metavar='CHECKPOINT', nargs='+', help=f'{SOURCE}; several in the order of training')
-    add('--output', metavar='FOLDER', type=Path, required=True,
-        help='folder for the pictures; older pictures there are replaced')
-    add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')
-    add('--num-images', metavar='N', type=int, default=100,
-        help='take at most N images of the folder (default: %(default)s)')
-    add('--query', metavar=('ROW', 'COL'), nargs=2, type=float, default=(0.5, 0.5),
-        help='patch to look from: 0 0 is the upper left corner of the image, 1 1 the lower right one (default: centre)')
-    add('--layer', metavar='NAME', help='draw this layer alone, such as blocks.0.attn')
-    add('--html', action='store_true', help='write attention.html, a page to explore with the mouse, too')
-    add('--architecture', '--model', metavar='NAME', help='name of the model, if the checkpoint lacks it')
-    add('--model-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
-        help='arguments of the model that the checkpoint lacks')
-    add('--version', action='version', version=f'timm_cmhsa {__version__}')
-    return parser

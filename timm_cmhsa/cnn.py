@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, 
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Conv2dSame, get_same_padding, to_2tuple
+from timm.layers import Conv2dSame, get_same_padding
 from timm.models import register_notrace_function
 from timm.utils import unwrap_model
 from torch import nn
@@ -19,7 +19,7 @@ from .analysis import eval_mode
 from .attention import RelPosAttention, default_qk_dim
 from .construction import HeadOptions, keeps_size, plan_heads, rewrite
 from .errors import one_line, text_table
-from .layers import Size2d, patchify, unpatchify
+from .layers import patchify, unpatchify
 
 _logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ def map_to_tokens(x: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: 
     height, width = x.shape[-2:]
     if height != map_size[0] or width != map_size[1]:
         raise ValueError(
-            f'Attention in place of a convolution expects a map of {map_size[0]} x {map_size[1]}, this one has '
-            f"{height} x {width}: pass the model's input_size to attend_convs.")
+            f'Attention expects a map of {map_size[0]} x {map_size[1]}, this one has {height} x {width}: pass the '
+            'input_size of the model to attend_convs.')
     grow_h, grow_w = grid_size[0] * patch_size[0] - height, grid_size[1] * patch_size[1] - width
     return patchify(F.pad(x, [0, grow_w, 0, grow_h]), patch_size)
 
@@ -63,13 +63,13 @@ class AttendedConv2d(nn.Module):
     """
 
     def __init__(
-            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: Size2d, options: HeadOptions,
+            self, conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int, peak: Optional[float],
             generator: torch.Generator) -> None:
         super().__init__()
         self.map_size, self.out_size = map_size, out_size
         self.patch_size, self.grid_size = _tokens(conv, map_size, out_size, patch_size)
         self.out_patch_size = self.patch_size[0] // conv.stride[0], self.patch_size[1] // conv.stride[1]
-        self.attn = _cheapest_rewrite(conv, self.patch_size, self.grid_size, options, generator)
+        self.attn = _cheapest_rewrite(conv, self.patch_size, self.grid_size, peak, generator)
         self.attn.requires_grad_(conv.weight.requires_grad)
         if conv.bias is not None:
             self.attn.proj.bias.requires_grad_(conv.bias.requires_grad)
@@ -120,15 +120,15 @@ def attend_convs(
         ValueError: If there is nothing to replace, or the model does not run with such an input, or computes something
             else with attention. It is left as it was.
     """
-    options = HeadOptions(peak=peak)
-    options.check()
+    HeadOptions(peak=peak).check()
+    if patch_size < 1:
+        raise ValueError(f'{patch_size=} must be positive.')
     if any(isinstance(module, nn.parallel.DistributedDataParallel) for module in model.modules()):
         raise ValueError('DistributedDataParallel would not see the new parameters: call attend_convs before it.')
     given, model = model, unwrap_model(model)
     convs = _select(model, [names] if isinstance(names, str) else names)
-    cfg: Any = getattr(model, 'pretrained_cfg', None)
-    if input_size is None:
-        input_size = (cfg or {}).get('input_size')
+    cfg: Any = getattr(model, 'pretrained_cfg', None) or {}
+    input_size = cfg.get('input_size') if input_size is None else input_size
     if not isinstance(input_size, Sequence) or len(input_size) not in (2, 3):
         raise ValueError(
             f'{type(model).__name__} needs input_size=(C, H, W), or (C, L) for sequences, not {input_size}.')
@@ -144,17 +144,15 @@ def attend_convs(
             if _is_changed(conv) or any(owners[id(parameter)] > 1 for parameter in conv.parameters()):
                 raise ValueError('It has hooks, a parametrization, another forward, or weights that others share.')
             if conv not in attended:
-                attended[conv] = _attend(conv, shapes[conv], patch_size, options, generator)
+                attended[conv] = _attend(conv, shapes[conv], patch_size, peak, generator)
         except (ValueError, TypeError, RuntimeError) as e:  # the last for weights without data, as on meta
             kept[name] = one_line(e)
-    if attended:
-        for conv in _replace(model, convs, attended, input_size, output):
-            attended.pop(conv)
-            kept.update((name, 'The model calls it from outside its modules, such as from a list.')
-                        for name, other in convs.items() if other is conv)
-    if not attended:
+    called = _replace(model, convs, attended, input_size, output) if attended else []
+    kept.update((name, 'The model calls it from outside its modules, such as from a list.')
+                for name, conv in convs.items() if conv in called)
+    names = [name for name in convs if name not in kept]
+    if not names:
         raise ValueError(f'None of {len(kept)} convolutions can be replaced by attention. {next(iter(kept.values()))}')
-    names = [name for name, conv in convs.items() if conv in attended]
     call = dict(names=names, patch_size=patch_size, peak=peak)
     kept_whole: Any = getattr(model, 'no_weight_decay', set)()
     tables = {name for name, _ in model.named_parameters() if '.rel_pos.' in name}
@@ -180,7 +178,8 @@ def attention_summary(model: nn.Module) -> str:
             attn, (height, width) = module.attn, module.grid_size
             num_params = sum(parameter.numel() for parameter in attn.parameters())
             num_weights = attn.qkv.weight.numel() + attn.proj.weight.numel()
-            macs = _macs(num_weights, attn.num_heads * (attn.qk_dim + attn.head_dim), height * width)
+            macs_of_scores = attn.num_heads * (attn.qk_dim + attn.head_dim) * height * width  # of a token
+            macs = height * width * (num_weights + macs_of_scores)
             costs.append([module.num_params, num_params, module.macs, macs])
             kernel = f"{'x'.join(map(str, module.kernel_size))}, stride {module.stride[0]}"
             heads = f'{attn.num_heads} of {attn.head_dim}'
@@ -202,7 +201,7 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:
         if not any(fnmatchcase(name, pattern) for name in convs):
             raise ValueError(
                 f'{type(model).__name__} has no convolution larger than one pixel named {pattern!r}: names are like '
-                f"{next(iter(convs), 'none')!r}, and 'layer4.*' is all in layer4.")
+                f'{next(iter(convs), "none")!r}, or layer4.* for all in layer4.')
     chosen = {conv for name, conv in convs.items() if any(fnmatchcase(name, pattern) for pattern in patterns)}
     return {name: conv for name, conv in convs.items() if conv in chosen}  # under all its names
 
@@ -210,10 +209,7 @@ def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:
 def _replace(
         model: nn.Module, convs: Mapping[str, nn.Module], attended: Mapping[nn.Module, nn.Module],
         input_size: Tuple[int, ...], expected: Any) -> List[nn.Module]:
-    """Put attention in place of convolutions. Return those that the model still calls, which are put back.
-
-    If the model's output changes, all are put back, with a ValueError.
-    """
+    """Put attention in place of convolutions; put back, and return, those that the model still calls."""
     called = list(attended)
     try:
         for name, conv in convs.items():
@@ -221,8 +217,7 @@ def _replace(
         output, shapes = _run(model, input_size, attended)
         if not _agree(output, expected, model):
             raise ValueError(
-                f'The output of {type(model).__name__} changed with attention in place of its convolutions, so they '
-                'were put back. Pass fewer names to find the one that cannot be replaced.')
+                f'The output of {type(model).__name__} changed with attention, which was undone: pass fewer names.')
         called = [conv for conv in attended if shapes[conv]]
     finally:
         for name, conv in convs.items():
@@ -232,13 +227,8 @@ def _replace(
 
 
 @torch.no_grad()
-def _run(
-        model: nn.Module, input_size: Tuple[int, ...], convs: Iterable[nn.Module],
-) -> Tuple[Any, Dict[nn.Module, Shapes]]:
-    """Run the model on a random input, and return its output and the shapes that convolutions see.
-
-    The state of the random numbers stays as it is, so the next run gets the same input.
-    """
+def _run(model: nn.Module, input_size: Tuple[int, ...], convs: Iterable[nn.Module]) -> Tuple[Any, Dict[Any, Shapes]]:
+    """Run the model on a random input, the same every time; return its output and the shapes that convolutions see."""
     shapes: Dict[nn.Module, Shapes] = {conv: set() for conv in convs}
 
     def see(conv: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any], output: torch.Tensor) -> None:
@@ -274,11 +264,11 @@ def _agree(output: Any, expected: Any, model: nn.Module) -> bool:
 def _is_changed(conv: nn.Module) -> bool:
     """Return whether a convolution does more than its class: by hooks, a parametrization or another forward."""
     hooks = (conv._forward_hooks, conv._forward_pre_hooks, conv._backward_hooks, conv._backward_pre_hooks)
-    return any(hooks) or bool(conv._modules) or not vars(conv).keys().isdisjoint(['forward', '_conv_forward'])
+    return any((*hooks, conv._modules)) or not vars(conv).keys().isdisjoint(['forward', '_conv_forward'])
 
 
 def _attend(
-        conv: Any, shapes: Shapes, patch_size: int, options: HeadOptions, generator: torch.Generator) -> AttendedConv2d:
+        conv: Any, shapes: Shapes, patch_size: int, peak: Optional[float], generator: torch.Generator) -> nn.Module:
     if len(shapes) != 1:
         raise ValueError('It is not called.' if not shapes else f'It is called with maps of {len(shapes)} sizes.')
     (in_shape, out_shape), = shapes
@@ -289,13 +279,13 @@ def _attend(
     if type(conv) is nn.Conv1d:
         padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
         conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), (1, patch_size), options, generator)
+        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), patch_size, peak, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(in_shape[1:], conv.kernel_size, conv.stride, conv.dilation)
         padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
         conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
     map_size, out_size = (in_shape[1], in_shape[2]), (out_shape[1], out_shape[2])
-    return AttendedConv2d(conv, map_size, out_size, patch_size, options, generator)
+    return AttendedConv2d(conv, map_size, out_size, patch_size, peak, generator)
 
 
 def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:
@@ -308,39 +298,31 @@ def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dil
     return plain.train(conv.training)
 
 
-def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: Size2d) -> Tuple[Pair, Pair]:
+def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int) -> Tuple[Pair, Pair]:
     """Return patch and grid size, such that the patches cover what is read and what is written."""
-    patches, grids = [], []
-    for size, out, stride, side in zip(map_size, out_size, conv.stride, to_2tuple(patch_size)):
-        if side < 1:
-            raise ValueError(f'{patch_size=} must be positive.')
-        covered = max(size, out * stride)
-        patch = math.ceil(min(side, covered) / stride) * stride
-        patches.append(patch)
-        grids.append(math.ceil(covered / patch))
-    patch_size, grid_size = (patches[0], patches[1]), (grids[0], grids[1])
-    whole = all(size == grid * patch for size, grid, patch in zip(map_size, grid_size, patch_size))
-    if conv.padding_mode == 'circular' and not (whole and keeps_size(conv, patch_size, grid_size)):
+    covered = [max(size, out * stride) for size, out, stride in zip(map_size, out_size, conv.stride)]
+    patch_h, patch_w = (
+        math.ceil(min(patch_size, size) / stride) * stride for size, stride in zip(covered, conv.stride))
+    grid_h, grid_w = math.ceil(covered[0] / patch_h), math.ceil(covered[1] / patch_w)
+    is_whole = map_size == (grid_h * patch_h, grid_w * patch_w)
+    if conv.padding_mode == 'circular' and not (is_whole and keeps_size(conv, (patch_h, patch_w), (grid_h, grid_w))):
         raise ValueError('Circular padding has to keep the size of the map, in whole patches.')
-    return patch_size, grid_size
+    return (patch_h, patch_w), (grid_h, grid_w)
 
 
 def _cheapest_rewrite(
-        conv: nn.Conv2d, patch_size: Pair, grid_size: Pair, options: HeadOptions,
+        conv: nn.Conv2d, patch_size: Pair, grid_size: Pair, peak: Optional[float],
         generator: torch.Generator) -> RelPosAttention:
-    """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones.
-
-    Heads that keep the groups of a convolution apart carry whole patches.
-    """
+    """Rewrite a convolution with heads as wide as a pixel or as a patch: many thin ones, or few wide ones."""
     num_patches, dim = math.prod(grid_size), math.prod(patch_size) * conv.in_channels
     dim_out = math.prod(patch_size) * conv.out_channels // math.prod(conv.stride)
-    widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)
-    plans = {width: plan_heads(conv, patch_size, grid_size, width, options.peak, conv.groups) for width in widths}
+    widths = (conv.in_channels, dim) if conv.groups == 1 else (dim,)  # heads that keep groups apart carry patches
+    plans = {width: plan_heads(conv, patch_size, grid_size, width, peak, conv.groups) for width in widths}
 
     def cost(head_dim: int) -> int:
         qk_dim = default_qk_dim(dim, head_dim)
-        macs = _macs(2 * dim * qk_dim + head_dim * (dim + dim_out), qk_dim + head_dim, num_patches)
-        return len(plans[head_dim]) * (macs + SOFTMAX_MACS * num_patches ** 2)
+        num_weights = 2 * dim * qk_dim + head_dim * (dim + dim_out)
+        return len(plans[head_dim]) * (num_weights + (qk_dim + head_dim + SOFTMAX_MACS) * num_patches)
 
     head_dim = min(plans, key=cost)
     num_heads = len(plans[head_dim])
@@ -348,10 +330,5 @@ def _cheapest_rewrite(
         raise ValueError(
             f'Its {num_heads} heads on a map of {grid_size[0]} x {grid_size[1]} tokens would need more than '
             f'{MAX_BIAS_ENTRIES / 2 ** 28:g} GiB for their biases: use larger patches or a smaller input.')
-    return rewrite(
-        conv, patch_size, grid_size, options._replace(head_dim=head_dim), generator, plans[head_dim], conv.groups)
-
-
-def _macs(num_weights: int, attn_dim: int, num_patches: int) -> int:
-    """Return the multiply-accumulates for one image of projections, and of attention, `attn_dim` a pair of patches."""
-    return num_patches * (num_weights + attn_dim * num_patches)
+    options = HeadOptions(head_dim=head_dim, peak=peak)
+    return rewrite(conv, patch_size, grid_size, options, generator, plans[head_dim], conv.groups)

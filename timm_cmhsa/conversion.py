@@ -10,12 +10,12 @@ from .construction import HeadOptions
 from .convert import ConversionReport, convert_with, verify
 from .errors import CheckpointError, VerificationError
 from .files import PathLike, check_destination, local_path
-from .images import read_folder
+from .images import NUM_NOISE_IMAGES, choose_images
 from .models import CmhsaConv
 from .rel_pos import precise_dtype
 
 MAX_ERROR = 1e-4  # of the logits and of a layer, relative to the largest value
-NUM_RANDOM_IMAGES, MAX_REAL_IMAGES = 8, 64
+MAX_REAL_IMAGES = 64
 
 
 def convert_checkpoint(
@@ -60,31 +60,27 @@ def convert_checkpoint(
     model = model.to(precise_dtype(next(model.parameters()).dtype))
     converted, heads = convert_with(model, architecture, heads)
 
-    generator = torch.Generator().manual_seed(0)
-    pixels = torch.randn(NUM_RANDOM_IMAGES, model.in_chans, *model.patch_embed.img_size, generator=generator)
+    pixels, *_ = choose_images(None, converted, NUM_NOISE_IMAGES)
     if images is not None:
-        pixels = torch.cat([pixels, read_folder(Path(images), converted, MAX_REAL_IMAGES)[0]])
+        pixels = torch.cat([pixels, choose_images(images, converted, MAX_REAL_IMAGES)[0]])
     report = verify(model, converted, pixels)
     kind = f'hard, sharpness {heads.sharpness:.3g}' if heads.peak is None else f'soft, peak {heads.peak:g}'
     report.about = {
         'Model': f'{converted.pretrained_cfg["architecture"]}, images of {converted.patch_embed.img_size} pixels',
         'Rewrite': 'Theorem 1 of arXiv 2111.01353',
         'Heads': f'{heads.num_heads} of width {heads.head_dim}, queries and keys of {heads.qk_dim}, {kind}',
-        'Images': f'{NUM_RANDOM_IMAGES} random ones and {len(pixels) - NUM_RANDOM_IMAGES} real ones',
+        'Images': f'{NUM_NOISE_IMAGES} random ones and {len(pixels) - NUM_NOISE_IMAGES} real ones',
         **({'Notes': '; '.join(checkpoint.spec.notes)} if checkpoint.spec.notes else {}),
     }
     if not report.max_error <= tolerance:
         raise VerificationError(
-            f'{report}\nthe error of {report.max_error:.1e} is above the tolerance of {tolerance:.1e}: nothing was '
-            'written.')
+            f'{report}\nthe error of {report.max_error:.1e} is above tolerance={tolerance:.1e}: nothing was written.')
     Checkpoint.of(converted).write(dst, force)
     return report
 
 
 def convert_state_dict(
-        state_dict: Mapping[str, torch.Tensor],
-        architecture: Optional[str] = None,
-        **options: Any,
+        state_dict: Mapping[str, torch.Tensor], architecture: Optional[str] = None, **options: Any,
 ) -> Dict[str, torch.Tensor]:
     """Rewrite the tensors of a phase-1 model as those of a phase-2 model that computes the same.
 

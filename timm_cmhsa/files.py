@@ -24,8 +24,7 @@ def read_json(path: Path) -> Dict[str, Any]:
         content = json.loads(path.read_text(encoding='utf-8'))
     except (OSError, ValueError, RecursionError) as e:
         raise CheckpointError(
-            f'{path} cannot be read: {one_line(e)} Give a checkpoint file, or a folder with config.json, such as '
-            'OUT/model of a training.') from e
+            f'{path} cannot be read: {one_line(e)} Give a file, or a folder with config.json, like OUT/model.') from e
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} is not a model configuration.')
     return content

@@ -67,14 +67,14 @@ class GroupedAttention(RelPosAttention):
 
     def __init__(
             self, dim: int, grid_size: Size2d, num_heads: int, dim_out: int, groups: int, area: int, out_area: int,
-            qk_dim: int = GROUPED_QK_DIM, **kwargs: Any) -> None:
+            **kwargs: Any) -> None:
         """
         Args:
-            dim, grid_size, num_heads, dim_out, qk_dim, **kwargs: See `RelPosAttention`.
+            dim, grid_size, num_heads, dim_out, **kwargs: See `RelPosAttention`.
             groups: Groups of channels. Tokens are flattened patches, in which the channel varies fastest.
             area, out_area: Pixels of a patch of the input and of the output.
         """
-        super().__init__(dim, grid_size, num_heads, 1, qk_dim, dim_out, **kwargs)
+        super().__init__(dim, grid_size, num_heads, 1, GROUPED_QK_DIM, dim_out, **kwargs)
         dd: Any = {'device': kwargs.get('device'), 'dtype': kwargs.get('dtype')}
         self.head_dim = dim_out
         self.widths[2] = 0  # the projections have no values

@@ -86,8 +86,7 @@ def save_for_hub(
     is_ours = isinstance(model, Cmhsa) or hasattr(model, 'attended')
     if not is_ours or not getattr(model, 'pretrained_cfg', None):
         raise CheckpointError(
-            f'A {type(model).__name__} cannot be published: create a model of timm_cmhsa by timm.create_model, or take '
-            'a CNN of timm after attend_convs.')
+            f'A {type(model).__name__} cannot be published: take a model, or an attended CNN, of timm.create_model.')
     if Path(folder).suffix in MODEL_SUFFIXES:
         raise CheckpointError(f'{folder} is the name of a file: give the name of a folder.')
     check_tensors(model.state_dict(), 'The model')

@@ -38,9 +38,7 @@ def data_config(model: nn.Module) -> Dict[str, Any]:
 
 
 def choose_images(
-        images: Optional[Union[torch.Tensor, PathLike]],
-        model: nn.Module,
-        num_images: int,
+        images: Optional[Union[torch.Tensor, PathLike]], model: nn.Module, num_images: int,
 ) -> Tuple[torch.Tensor, List[str], str]:
     """Return images for a model, a name for each, and a title: from a folder, as given, or by default random noise."""
     kind, about = 'image', ''

@@ -1,6 +1,5 @@
 """Which model tensors are of, by their names and shapes alone."""
 import math
-import reprlib
 from typing import Any, Dict, List, Mapping, Tuple
 
 import torch
@@ -16,19 +15,12 @@ Tensors = Mapping[str, torch.Tensor]
 def infer_model(tensors: Tensors, padding: Size2d = 1) -> Tuple[str, Dict[str, Any], List[str]]:
     """Return the kind of a model, the arguments that its tensors give, and the names of those that they do not.
 
-    `padding` is the ring of a 'padded_table' whose tensors do not have it (those of version 0.1). ValueError is raised
-    if these are not the tensors of a phase-1 or a phase-2 model.
+    `padding` is the ring of a 'padded_table' whose tensors do not have it (those of version 0.1).
     """
-    try:
-        args = _infer_body(tensors)
-        if 'blocks.0.attn.conv.weight' in tensors:
-            return _infer_phase1(tensors, args)
-        return _infer_phase2(tensors, args, padding)
-    except (KeyError, IndexError, ValueError, TypeError, ArithmeticError, StopIteration, RuntimeError) as e:
-        names = ', '.join(map(reprlib.repr, sorted(tensors)[:5]))
-        raise ValueError(
-            f'holds {names}, ...: these are not the tensors of a phase-1 (cmhsa_conv_*) or phase-2 (cmhsa_attn*) '
-            'model.') from e
+    args = _infer_body(tensors)
+    if 'blocks.0.attn.conv.weight' in tensors:
+        return _infer_phase1(tensors, args)
+    return _infer_phase2(tensors, args, padding)
 
 
 def _infer_body(tensors: Tensors) -> Dict[str, Any]:
@@ -67,22 +59,21 @@ def _infer_phase2(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tu
     if 'stem' not in args:
         dim, in_chans, *patch_size = tensors['patch_embed.proj.weight'].shape
         args.update(patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size))
-    rel_pos = {name.split('.')[-1]: tensor for name, tensor in tensors.items()
-               if name.startswith('blocks.0.attn.rel_pos.')}
-    num_heads, = rel_pos['zero_key_bias'].shape
-    head_dim = tensors['blocks.0.attn.proj.weight'].shape[1] // num_heads
+    attn = {name.removeprefix('blocks.0.attn.'): tensor for name, tensor in tensors.items()}
+    num_heads, = attn['rel_pos.zero_key_bias'].shape
+    head_dim = attn['proj.weight'].shape[1] // num_heads
     args.update(
-        num_heads=num_heads, head_dim=head_dim, rel_pos='table', qkv_bias='blocks.0.attn.qkv.bias' in tensors,
-        qk_dim=(len(tensors['blocks.0.attn.qkv.weight']) // num_heads - head_dim) // 2)
+        num_heads=num_heads, head_dim=head_dim, rel_pos='table', qkv_bias='qkv.bias' in attn,
+        qk_dim=(len(attn['qkv.weight']) // num_heads - head_dim) // 2)
     kind, ring, assumed = 'cmhsa_attn', (0, 0), NOT_IN_TENSORS
-    if 'bias_scale' in rel_pos:
-        if 'padding_size' in rel_pos:
-            height, width = map(int, rel_pos['padding_size'].tolist())
+    if 'rel_pos.bias_scale' in attn:
+        kind, ring = 'cmhsa_attn_soft', to_2tuple(padding)
+        if 'rel_pos.padding_size' in attn:
+            height, width = map(int, attn['rel_pos.padding_size'].tolist())
             ring = height, width
         else:
-            ring, assumed = to_2tuple(padding), [*assumed, 'padding']
-        kind = 'cmhsa_attn_soft'
+            assumed = [*assumed, 'padding']
         args.update(rel_pos='padded_table', padding=ring)
-    side = (math.isqrt(len(rel_pos['relative_position_bias_table']) - 1) + 2 - sum(ring)) // 2  # of a square grid
+    side = (math.isqrt(len(attn['rel_pos.relative_position_bias_table']) - 1) + 2 - sum(ring)) // 2  # of a square grid
     args.update(img_size=tuple(side * patch for patch in to_2tuple(args['patch_size'])))
     return kind, args, assumed
