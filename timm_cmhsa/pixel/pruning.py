@@ -34,21 +34,16 @@ def prune_degenerate_heads(model: Any) -> Dict[str, List[int]]:
         name: module for name, module in model.named_modules()
         if isinstance(module, PositionalAttention) and isinstance(module.rel_pos, GeneralQuadraticRelPos)}
     if not layers:
-        raise ValueError(
-            f"{type(model).__name__} has no layer with rel_pos='quadratic_gen': only its heads can be degenerate.")
+        raise ValueError(f"{type(model).__name__} has no layer with rel_pos='quadratic_gen': there is none to prune.")
     pruned = {name: degenerate_heads(layer.rel_pos) for name, layer in layers.items()}
     for name, layer in layers.items():
-        keep_heads(layer, [head for head in range(layer.num_heads) if head not in pruned[name]])
+        heads = [head for head in range(layer.num_heads) if head not in pruned[name]]
+        weight = layer.value.weight.unflatten(1, (layer.num_heads, layer.proj.in_features))
+        replace_parameter(layer.value, 'weight', weight[:, heads].flatten(1))
+        for parameter in ('center', 'inv_std'):
+            replace_parameter(layer.rel_pos, parameter, layer.rel_pos.get_parameter(parameter)[heads])
+        layer.num_heads = layer.rel_pos.num_heads = len(heads)
+        layer.value.in_features = layer.value.weight.shape[1]
     if hasattr(model, '_model_args'):  # what newer versions of timm save with the model
         model._model_args = {**model._model_args, 'num_heads': model.model_args()['num_heads']}
     return pruned
-
-
-def keep_heads(layer: PositionalAttention, heads: List[int]) -> None:
-    """Remove all other heads of a layer with a quadratic encoding."""
-    weight = layer.value.weight.unflatten(1, (layer.num_heads, layer.proj.in_features))
-    replace_parameter(layer.value, 'weight', weight[:, heads].flatten(1))
-    for name in ('center', 'inv_std'):
-        replace_parameter(layer.rel_pos, name, layer.rel_pos.get_parameter(name)[heads])
-    layer.num_heads = layer.rel_pos.num_heads = len(heads)
-    layer.value.in_features = layer.value.weight.shape[1]
