@@ -30,11 +30,9 @@ class QueryAttention(NamedTuple):
 
 
 def attention_from(maps: AttentionMaps, query: Tuple[float, float] = (0.5, 0.5)) -> QueryAttention:
-    """Return the attention from one patch, averaged over the images.
+    """Return the attention of a layer from one patch, averaged over the images.
 
-    Args:
-        maps: Attention of a layer.
-        query: Row and column, from 0 to 1, relative to the size of the image, since the grids of layers can differ.
+    The query is row and column, from 0 to 1, relative to the size of the image, since the grids of layers can differ.
     """
     if not all(0 <= place <= 1 for place in query):
         raise PlotError(f'The query {query[0]:g} {query[1]:g} is outside the image: row and column go from 0 to 1.')
