@@ -2,6 +2,7 @@
 
 Needs matplotlib, scikit-learn and scipy: the extra `train`.
 """
+import contextlib
 import math
 from functools import partial
 from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
@@ -61,12 +62,10 @@ def text_style(names: Sequence[str]) -> Any:
     families, missing = list(rcParams['font.family']), _missing(names)
     fonts = [font for font in fontManager.ttflist if 'Last Resort' not in font.name]  # that has a box for any letter
     for font in fonts if missing else ():
-        try:
+        with contextlib.suppress(OSError, RuntimeError):  # a font that matplotlib cannot read
             if missing <= get_font(font.fname).get_charmap().keys():
                 families.append(font.name)
                 break
-        except (OSError, RuntimeError):  # a font that matplotlib cannot read
-            continue
     return rc_context({'text.parse_math': False, 'font.family': families})
 
 

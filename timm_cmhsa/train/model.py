@@ -47,7 +47,7 @@ def create_model(
         **kwargs: Arguments of `timm.create_model`.
 
     Raises:
-        ValueError: If there are no such weights, or they cannot be downloaded, or are of another model.
+        ValueError: If an argument is unknown, or weights are missing, cannot be downloaded, or are of another model.
     """
     random_seed(seed)
     has_weights = pretrained or checkpoint is not None or name.startswith(SOURCES)
