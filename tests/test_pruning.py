@@ -7,8 +7,7 @@ from timm.models import save_for_hf
 from torch import nn
 
 from timm_cmhsa.pixel import prune_degenerate_heads
-from timm_cmhsa.pixel.encodings import GeneralQuadraticRelPos
-from timm_cmhsa.pixel.pruning import degenerate_heads
+from timm_cmhsa.pixel.encodings import GeneralQuadraticRelPos, degenerate_heads
 
 
 def rotated(smallest, largest, angle=0.4):

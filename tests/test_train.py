@@ -15,7 +15,6 @@ import pytest
 import timm
 import torch
 from helpers import assert_equal, command_error, is_picture, parse, run_python, write_image
-from matplotlib import rc_context
 from PIL import ExifTags, Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -614,7 +613,7 @@ def test_names_are_text(tmp_path):
 ])
 def test_letters_that_the_font_lacks(name, label):
     """Another font is used that has them, and otherwise classes have numbers, as in the table of results.md."""
-    with rc_context(text_style(['cat', name])):
+    with text_style(['cat', name]):
         axis, = draw_confusion(torch.eye(2), torch.arange(2), ['cat', name]).axes
         assert [label.get_text() for label in axis.get_xticklabels()] == ['cat', label]
 

@@ -2,12 +2,13 @@
 
 Needs matplotlib, scikit-learn and scipy: the extra `train`.
 """
+import contextlib
 import math
 from functools import partial
 from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
-from matplotlib import rcParams
+from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
 from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
 from PIL import Image
@@ -57,17 +58,15 @@ def error_figures(logits: torch.Tensor, targets: torch.Tensor, class_names: List
 
 
 def text_style(names: Sequence[str]) -> Any:
-    """Return matplotlib's settings for names: text, not mathematics, in a further font if one has letters they need."""
+    """Return a context to draw names in: as text, not mathematics, in a further font if one has letters they need."""
     families, missing = list(rcParams['font.family']), _missing(names)
     fonts = [font for font in fontManager.ttflist if 'Last Resort' not in font.name]  # that has a box for any letter
     for font in fonts if missing else ():
-        try:
+        with contextlib.suppress(OSError, RuntimeError):  # a font that matplotlib cannot read
             if missing <= get_font(font.fname).get_charmap().keys():
                 families.append(font.name)
                 break
-        except (OSError, RuntimeError):  # a font that matplotlib cannot read
-            continue
-    return {'text.parse_math': False, 'font.family': families}
+    return rc_context({'text.parse_math': False, 'font.family': families})
 
 
 def _missing(names: Sequence[str]) -> Set[int]:

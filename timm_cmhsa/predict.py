@@ -72,13 +72,18 @@ def predict(
             raise ValueError(f'{name} {value} must be at least {least}.')
     if not files:
         raise CheckpointError(f'{" ".join(map(printable, paths))} has no images ({", ".join(IMAGE_SUFFIXES)}).')
-    model = model if isinstance(model, nn.Module) else open_model(model)
-    names, logits, reasons = class_names(model), [], []
-    classify = mirrored(model) if tta else model
+    net: Any = model if isinstance(model, nn.Module) else open_model(model)
+    if not net.num_classes:
+        raise CheckpointError('The model has no classes: it was made with num_classes=0.')
+    names = net.pretrained_cfg.get('label_names') or ()
+    if len(names) != net.num_classes:  # those of an earlier head
+        names = range(net.num_classes)
+    logits, reasons, names = [], [], [str(name) for name in names]
+    classify = mirrored(net) if tta else net
     workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // batch_size) if workers is None else workers
-    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(read_images, image_reader(model)))
+    batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(read_images, image_reader(net)))
     try:
-        like = next(model.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())
+        like = next(net.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())
         with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
             for images, failed in tqdm(batches, 'classifying', unit='batch', leave=False, disable=None):
                 if images is not None:
@@ -98,15 +103,6 @@ def predict(
 def mirrored(model: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that averages the logits of images, (B, C, H, W), and of their mirror images."""
     return lambda images: (model(images) + model(images.flip(-1))) / 2
-
-
-def class_names(model: Any) -> List[str]:
-    """Return the names of a model's classes, or else their numbers."""
-    if not model.num_classes:
-        raise CheckpointError('The model has no classes: it was made with num_classes=0.')
-    names = model.pretrained_cfg.get('label_names') or ()
-    fit = len(names) == model.num_classes  # those of an earlier head do not
-    return [str(name) for name in (names if fit else range(model.num_classes))]
 
 
 def _targets(files: Sequence[Path], root: Path, names: Sequence[str]) -> Optional[torch.Tensor]:
@@ -131,35 +127,22 @@ def _print_table(rows: Iterable[Sequence[Any]]) -> None:
     print(text_table([[printable(cell) for cell in row] for row in rows]))
 
 
-def _show(predictions: Predictions, output: Optional[Path]) -> None:
-    """Print the first predictions, and how many are right if folders tell the classes."""
-    _print_table(itertools.islice(predictions.rows(), NUM_SHOWN + 1))
-    (_, logits, names, targets), number = predictions, len(predictions.files)
-    if number > NUM_SHOWN:
-        print(f'... and {number - NUM_SHOWN} more: {output or "--output FILE.csv"}')
-    if targets is not None:
-        from .evaluation import class_accuracies, interval
+def _evaluate(predictions: Predictions, targets: torch.Tensor, output: Optional[Path], force: bool) -> None:
+    """Print how many predictions are right, and draw the mistakes beside the file of all predictions."""
+    from .evaluation import class_accuracies, error_figures, interval, text_style
 
-        top1 = accuracy(logits, targets)[0].item()
-        print(f'\ntop-1 {top1:.2f} % of {number} images, 95 % interval {interval(top1, number)}\n')
-        by_class = enumerate(class_accuracies(logits, targets))
-        classes = sorted((share, i, count) for i, (count, share) in by_class if count)
-        rows = [(i, names[i], count, f'{share:.1f}') for share, i, count in classes[:NUM_SHOWN]]
-        _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
-
-
-def _draw(predictions: Predictions, output: Path, force: bool) -> None:
-    """Draw the mistakes, beside the predictions, if folders tell the classes."""
-    files, logits, names, targets = predictions
-    if targets is None:
+    files, logits, names, _ = predictions
+    top1 = accuracy(logits, targets)[0].item()
+    print(f'\ntop-1 {top1:.2f} % of {len(files)} images, 95 % interval {interval(top1, len(files))}\n')
+    by_class = enumerate(class_accuracies(logits, targets))
+    classes = sorted((share, i, count) for i, (count, share) in by_class if count)
+    rows = [(i, names[i], count, f'{share:.1f}') for share, i, count in classes[:NUM_SHOWN]]
+    _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
+    if output is None:
         return
-    from matplotlib import rc_context
-
-    from .evaluation import error_figures, text_style
-
     figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
     for name, draw in figures.items():
-        with replacing(output.with_name(name), force) as new, rc_context(text_style(names)):
+        with replacing(output.with_name(name), force) as new, text_style(names):
             draw().savefig(new)
     for name in {*PICTURES} - figures.keys():
         output.with_name(name).unlink(missing_ok=True)  # of an earlier model
@@ -194,9 +177,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if args.output:  # first, as what follows may need an extra
             with replacing(args.output, args.force) as new:
                 write_csv(new, predictions.rows(args.top))
-        _show(predictions, args.output)
-        if args.output:
-            _draw(predictions, args.output, args.force)
+        _print_table(itertools.islice(predictions.rows(), NUM_SHOWN + 1))
+        if len(predictions.files) > NUM_SHOWN:
+            print(f'... and {len(predictions.files) - NUM_SHOWN} more: {args.output or "--output FILE.csv"}')
+        if predictions.targets is not None:
+            _evaluate(predictions, predictions.targets, args.output, args.force)
 
     return run_command(parser.prog, run)
 

@@ -35,6 +35,8 @@ class PositionalAttention(nn.Module):
     """Heads that attend by relative position, and with `rel_pos='learned_content'` by content as well.
 
     Attention by position alone has the same weights for all images. Maps tokens of shape (B, N, dim) to the same shape.
+    Heads are as wide as tokens. Without heads, the output is the same for all tokens. Arguments are those of
+    `RelPosAttention`, and encodings those of `PixelAttn`.
     """
     fused_attn: Final[bool]
 
@@ -49,10 +51,6 @@ class PositionalAttention(nn.Module):
             device: Optional[torch.device] = None,
             dtype: Optional[torch.dtype] = None,
     ) -> None:
-        """See `RelPosAttention`; the encodings are those of `PixelAttn`.
-
-        Heads are as wide as tokens. Without heads, the output is the same for all tokens.
-        """
         super().__init__()
         if rel_pos not in ENCODINGS:
             raise ValueError(f'{rel_pos=} is not an encoding of pixel models: use {", ".join(ENCODINGS)}.')

@@ -21,7 +21,6 @@ from tqdm import tqdm
 from ..errors import one_line
 from ..images import IMAGE_SUFFIXES, class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
 
-VALIDATION_NAMES = 'validation', 'val', 'valid', 'test'
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
 CANVAS, DIGIT = 32, 16  # pixels
 NUM_MEASURED = 100  # images whose size is looked at
@@ -131,14 +130,11 @@ def open_folder(root: Path) -> Images:
     """Open `train/CLASS/*` and `validation/CLASS/*`, or `CLASS/*` alone, from which every tenth image is held out.
 
     If there is `test/CLASS/*` besides, with the same classes, the models are tested on it in the end.
-
-    Raises:
-        ValueError: If it is not such a folder, a class is empty, or the classes differ.
     """
     if not root.is_dir():
         raise ValueError(f'{root} is not a folder: give one with train/CLASS/* and validation/CLASS/*, or CLASS/*.')
     parts = {path.name.lower(): path for path in root.iterdir() if path.is_dir() and _classes(path)}
-    held_out = next((parts[name] for name in VALIDATION_NAMES if name in parts), None)
+    held_out = next((parts[name] for name in ('validation', 'val', 'valid', 'test') if name in parts), None)
     tests, root = parts.get('test'), parts.get('train', root)
     notes: List[str] = []
     names, train = list(_classes(root)), _read(root, notes)
@@ -251,7 +247,6 @@ def open_dataset(args: Namespace) -> Images:
         except Exception:  # data sets of the Hub may have only the other
             validation = open_split(split='test')
         splits = {'train': _readable(_samples(train), notes), 'validation': _readable(_samples(validation), notes)}
-        sizes = _sizes(splits['train'])
     except Exception as e:  # every library has its own
         raise ValueError(f'{name} cannot be opened: {one_line(e)}') from e
     if args.distributed and args.rank == 0:
@@ -259,7 +254,7 @@ def open_dataset(args: Namespace) -> Images:
     classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
     if not classes:
         raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
-    return Images(splits, [str(each) for each in classes], sizes, notes)
+    return Images(splits, [str(each) for each in classes], _sizes(splits['train']), notes)
 
 
 def _samples(dataset: Any) -> Samples:

@@ -1,6 +1,6 @@
 """The models of a run: made by their names, or started from weights, for the images and classes at hand."""
 from argparse import Namespace
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -16,8 +16,6 @@ from ..checkpoint import LABEL_KEYS, Checkpoint, build_model
 from ..errors import CheckpointError, HubError, one_line
 from ..files import PathLike
 
-CLASSIFIER_STD = 0.01
-MAX_CHANS = 16  # of images
 SOURCES = 'hf-hub:', 'local-dir:'  # of models with weights, before their names
 
 
@@ -49,30 +47,27 @@ def create_model(
         **kwargs: Arguments of `timm.create_model`.
 
     Raises:
-        ValueError: If there are no such weights, or they cannot be downloaded, or are of another model.
+        ValueError: If an argument is unknown, or weights are missing, cannot be downloaded, or are of another model.
     """
     random_seed(seed)
-    has_weights = pretrained or name.startswith(SOURCES)
+    has_weights = pretrained or checkpoint is not None or name.startswith(SOURCES)
     model = _attended(name, img_size, kwargs) if name.startswith(SOURCES) else None
     if model is None:
-        overlay: Dict[str, Any] = {}
+        overlay = {} if has_weights else dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
         if checkpoint is not None:
             overlay = _as_pretrained(name, checkpoint)
-        elif not has_weights:
-            overlay = dict(crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-        has_weights = has_weights or checkpoint is not None
         try:
             model = create_sized(
                 name, img_size=img_size, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
-        except TypeError:  # an unknown argument
-            raise
         except Exception as e:  # timm and the Hub have many kinds
             source = f'{checkpoint} is not of {name}' if checkpoint else (
                 f'{name} cannot be created{" with weights" * has_weights}')
             raise ValueError(f'{source}: {one_line(e)}') from e
         if checkpoint is not None:
             _check_names(model, overlay['state_dict'], checkpoint)
-        args = {**_told_args(name), **kwargs}  # what timm creates it with
+        source, model_id = parse_model_name(name)
+        load = {'local-dir': load_model_config_from_path, 'hf-hub': load_model_config_from_hf}.get(source)
+        args = {**((load(model_id)[2] if load else None) or {}), **kwargs}  # what timm creates it with
         model.base_args = {key: value for key, value in args.items() if key not in ('img_size', 'num_classes')}
     cfg: Dict[str, Any] = dict(model.pretrained_cfg)
     cfg.pop('state_dict', None)
@@ -108,13 +103,6 @@ def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any
     return model
 
 
-def _told_args(name: str) -> Dict[str, Any]:
-    """Return the arguments that timm takes from the config.json of a folder, or on the Hub, if there is one."""
-    source, model_id = parse_model_name(name)
-    load = {'local-dir': load_model_config_from_path, 'hf-hub': load_model_config_from_hf}.get(source)
-    return (load(model_id)[2] or {}) if load else {}
-
-
 def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
     """Return a checkpoint or state dict as a pretrained configuration that timm loads, for any number of classes."""
     checkpoint, cfg = Checkpoint.read(file), timm.get_pretrained_cfg(name)
@@ -125,7 +113,7 @@ def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
         return weights[0].shape[axis] if weights else default
 
     in_chans = length(cfg.first_conv, 1, cfg.input_size[0])
-    if in_chans > MAX_CHANS:  # of pixels side by side, which the first layer takes as channels
+    if in_chans > 16:  # of pixels side by side, which the first layer takes as channels
         in_chans = cfg.input_size[0]
     size = to_2tuple(checkpoint.spec.model_args.get('img_size', cfg.input_size[1:]))
     return dict(
@@ -140,28 +128,25 @@ def _check_names(model: Any, tensors: Mapping[str, Any], file: PathLike) -> None
     lacking = [name for name in sorted(own - told) if not name.endswith(('num_batches_tracked', 'padding_size'))]
     further = [name for name in sorted(told - own) if name.endswith('.weight')]
     for name in (*lacking, *further)[:1]:
-        raise ValueError(
-            f'{file} is not of this model, as one of them lacks {name}: give the --model that it is of.')
+        raise ValueError(f'{file} is not of this model, as one of them lacks {name}: give the --model that it is of.')
 
 
 def freeze_features(model: Any) -> None:
     """Leave nothing but the classifier to learn; batch norm keeps its statistics. timm's `unfreeze` ends it."""
     model.requires_grad_(False)
     freeze_batch_norm_2d(model)
-    for layer in _classifiers(model):
-        layer.requires_grad_(True)
+    _classifiers(model).requires_grad_(True)
 
 
 def _start_classifier(model: Any) -> None:
     """Make the weights of a new classifier small: those of some models of timm are so large that features suffer."""
-    for layer in _classifiers(model):
-        for each in layer.modules():
-            if isinstance(each, (nn.Linear, nn.Conv2d)):
-                nn.init.trunc_normal_(each.weight, std=CLASSIFIER_STD)
-                if each.bias is not None:
-                    nn.init.zeros_(each.bias)
+    for each in _classifiers(model).modules():
+        if isinstance(each, (nn.Linear, nn.Conv2d)):
+            nn.init.trunc_normal_(each.weight, std=0.01)
+            if each.bias is not None:
+                nn.init.zeros_(each.bias)
 
 
-def _classifiers(model: Any) -> List[nn.Module]:
+def _classifiers(model: Any) -> nn.ModuleList:
     names = to_ntuple(1)(model.pretrained_cfg['classifier'])  # distilled models have two
-    return [model.get_submodule(name) for name in names]
+    return nn.ModuleList([model.get_submodule(name) for name in names])

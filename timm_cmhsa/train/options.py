@@ -21,12 +21,7 @@ SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
 PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS = 600, 5
 PRETRAINED_LR, PRETRAINED_LAYER_DECAY = 2e-3, 0.9
-ATTEND_SWITCH = 0.5  # of phase 1, where phase 2 is of another CNN
-UNEQUAL = 5  # times the images of the smallest class
-MAX_CROPPED = 0.34  # of the area of an image, up to 3:2
-CROPPED_NOTED = 0.2
 FAST_SIZE = 160  # pixels, from weights
-CROP = 0.35  # of the area of a large image, at least
 LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
 MUON_LR = 0.05
 LR_BATCH = 64  # images in a step, from which on these are right
@@ -58,10 +53,8 @@ def add_options(parser: ArgumentParser) -> None:
     add('--pretrained', action='store_true', help="start from timm's weights of --model, and of --compare")
     add('--initial-checkpoint', metavar='FILE', type=Path, help='start from the weights of a file')
     add('--freeze', action='store_true', help='train the classifier alone')
-    add('--attend', metavar='PATTERN', nargs='+',
-        help='in phase 2 these convolutions of any CNN are attention, for example layer4.*')
-    add('--start', choices=CHOICES['start'],
-        help='point the heads of an untrained ViT of timm at nearby patches, with --switch 1')
+    add('--attend', metavar='PATTERN', nargs='+', help='convolutions of a CNN that phase 2 has as attention: layer4.*')
+    add('--start', choices=CHOICES['start'], help='point heads of an untrained ViT at nearby patches, with --switch 1')
     add('--architecture', metavar='NAME', help='phase-2 model (default: one with soft heads)')
     add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='arguments of convert_model, such as peak=0.5')
@@ -70,8 +63,7 @@ def add_options(parser: ArgumentParser) -> None:
     add('--epochs', metavar='N', type=int,
         help=f'of both phases (default: about {STEPS} steps, {PRETRAINED_STEPS} from weights)')
     add('--minutes', metavar='M', type=float, help='as many epochs as take so long, instead')
-    add('--switch', metavar='F', type=float,
-        help='share of the epochs that phase 1 has (default: 1 for hybrids, 0.4 for others)')
+    add('--switch', metavar='F', type=float, help='share of phase 1 (default: 1 for hybrids, 0.4 for others)')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
@@ -80,8 +72,7 @@ def add_options(parser: ArgumentParser) -> None:
         'less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else by their weights)')
-    add('--warmup-epochs', metavar='N', type=int, default=5,
-        help='at most a quarter of the epochs (default: %(default)s)')
+    add('--warmup-epochs', metavar='N', type=int, default=5, help='at most a quarter of all (default: %(default)s)')
     add('--opt', metavar='NAME', help="timm's name of the optimizer (default: muon, from weights adamw)")
     add('--opt-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs, help='its arguments')
     add('--layer-decay', metavar='F', type=float, help='learning rate of a layer, relative to the next')
@@ -175,8 +166,8 @@ def choose_options(
         choose('fit', fits.get(own['crop_mode'], 'crop'), 'that of the weights')
     fitting_size = max((size for size in SIZES if size <= 1.15 * side), default=SIZES[0])
     choose('img_size', fitting_size, f'the shorter side of the images is {side} pixels')
-    choose('fit', 'squash' if cropped > MAX_CROPPED else 'crop', 'by the shape of the images')
-    if args.fit == 'crop' and cropped > CROPPED_NOTED:
+    choose('fit', 'squash' if cropped > 0.34 else 'crop', 'by the shape of the images')  # beyond 3:2
+    if args.fit == 'crop' and cropped > 0.2:
         notes.append(f'{cropped:.0%} of the median image is cropped: --fit squash or --fit pad keeps all of it')
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
@@ -193,7 +184,7 @@ def choose_options(
     counts = Counter(target for _, target in images.splits['train'])
     args.class_counts = [counts[i] for i in range(len(images.class_names))]
     unequal = max(args.class_counts) / max(min(args.class_counts), 1)
-    if unequal > UNEQUAL and not args.class_weights:
+    if unequal > 5 and not args.class_weights:
         notes.append(f'the largest class has {unequal:.0f} times the images of the smallest: '
                      '--class-weights balanced weighs all classes alike')
     total, least = (PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS) if own else (STEPS, MIN_EPOCHS)
@@ -217,14 +208,14 @@ def choose_options(
     for key, (value, reason) in recipe.items():
         if value is not None:
             choose(key, value, reason)
-    switch = ATTEND_SWITCH if args.attend else 1. if is_hybrid or own else 0.4
+    switch = 0.5 if args.attend else 1. if is_hybrid or own else 0.4
     choose('switch', switch, 'of the epochs are phase 1')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
     if args.tta and args.no_flip:
         raise ValueError('--tta averages mirror images, which --no-flip says are other images: leave one out.')
     if args.switch < 1 and args.epochs == 1:
         raise ValueError('--epochs 1 has no room for two phases: use 2 or more, or --switch 1.')
-    choose('scale', 1. if is_small else CROP,
+    choose('scale', 1. if is_small else 0.35,
         'small images are shifted, not cropped' if is_small else 'of an image, or more, is what a crop keeps')
     if args.scale == 1:
         choose('shift', args.img_size // 8, 'pixels at most, an eighth')

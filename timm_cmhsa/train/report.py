@@ -8,7 +8,6 @@ from typing import Any, Dict, Iterator, List, Sequence
 
 import timm
 import torch
-from matplotlib import rc_context
 from matplotlib.figure import Figure
 from timm.models import save_for_hf
 from torch import nn
@@ -80,7 +79,7 @@ def write_report(
     pictures = []
     for name, figure in draw.items():
         try:
-            with rc_context(text_style([*names, *results['curves']])):
+            with text_style([*names, *results['curves']]):
                 figure().savefig(output / name)
             pictures.append(name)
         except PlotError:  # a model without attention that can be drawn
@@ -100,7 +99,6 @@ def mistake_rows(mistakes: List[Mistake], samples: Samples, class_names: List[st
 
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
-    """Return results.md."""
     number, (largest, most, _) = results['num_validation'], max(results['classes'], key=lambda each: each[1])
     rows = {'phase 1': results['phase1_top1'], 'converted': results['converted_top1'],
             'phase 2': results['top1'] if 'phase 2' in results['curves'] else None, **results['compare']}

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..checkpoint import Checkpoint
 from ..cnn import attend_convs
-from ..convert import convert_model
+from ..convert import DEFAULT_PEAK, convert_model
 from ..errors import one_line
 from ..files import PathLike
 from ..images import data_config
@@ -22,8 +22,6 @@ from .data import open_images
 from .model import create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
 from .trainer import Judged, Trainer
-
-PEAK = 0.75  # weight of a soft head on its own offset
 
 Rewrite = Callable[[nn.Module], nn.Module]
 
@@ -69,7 +67,7 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
         random_seed(args.seed)
         if rewrite:
             return rewrite(copy.deepcopy(model))
-        options = {'peak': None if args.architecture else PEAK, **args.phase2_kwargs}
+        options = {'peak': None if args.architecture else DEFAULT_PEAK, **args.phase2_kwargs}
         if args.attend:
             return attend_convs(copy.deepcopy(model), args.attend, data_config(model)['input_size'], **options)
         return convert_model(model, args.architecture, **options)
@@ -106,14 +104,15 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
             drawn = {'before phase 2': converted.model, 'after phase 2': final.model}
     if args.rank == 0:
         save_models(saved, args, images)
-    others = [_rival(name, rival, trainer, trained.seconds) for name, rival in rivals.items()]
+    seconds = trained.history[-1]['seconds']
+    others = [_rival(name, rival, trainer, seconds) for name, rival in rivals.items()]
     if args.rank == 0:
         save_models({f'compare/{_file_name(each.title)}': each for each in others}, args, images)
     judged += others
     by_class = class_accuracies(*final.predicted['validation'])
     results: Dict[str, Any] = dict(
         phase1_top1=phase1.top1(), converted_top1=converted and converted.top1(), top1=final.top1(),
-        seconds=trained.seconds, parameters=sum(each.numel() for each in final.model.parameters()),
+        seconds=seconds, parameters=sum(each.numel() for each in final.model.parameters()),
         compare={each.title: each.top1() for each in others},
         classes=[[name, *each] for name, each in zip(images.class_names, by_class)],
         lead={split: {each.title: paired_interval(final.right(split), each.right(split)) for each in others}
@@ -141,8 +140,7 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
         own = data_config(
             create(args.model, img_size=None, checkpoint=args.initial_checkpoint, **(args.model_kwargs or {})))
     chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own)]
-    create = partial(
-        create, img_size=args.img_size, num_classes=len(images.class_names), crop_mode=CROP_MODES[args.fit])
+    create = partial(create, img_size=args.img_size, num_classes=len(args.classes), crop_mode=CROP_MODES[args.fit])
     model = create(args.model, checkpoint=args.initial_checkpoint, **args.model_kwargs)
     rivals = {name: create(name, in_chans=args.model_kwargs.get('in_chans', 3)) for name in args.compare}
     if args.freeze:

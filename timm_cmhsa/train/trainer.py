@@ -1,7 +1,4 @@
-"""Train a model for some epochs of a schedule.
-
-A training that was stopped goes on to the same weights, with as many workers.
-"""
+"""Train a model for some epochs of a schedule. One that was stopped goes on to the same weights, by as many workers."""
 import copy
 import itertools
 import math
@@ -35,7 +32,6 @@ from ..predict import mirrored
 from .data import Images, make_loaders
 
 TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name of their checkpoint
-ENOUGH = 4  # seconds of such steps
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 NEW_OF_MUON = 0.03  # their learning rate, relative to that of others
@@ -60,11 +56,6 @@ class Trained:
     def judged(self) -> nn.Module:
         """Return the model to judge and to save: the averaged one, if there is one."""
         return self.model if self.average is None else self.average.module
-
-    @property
-    def seconds(self) -> float:
-        """Return the training time so far, with that of an earlier phase."""
-        return self.history[-1]['seconds'] if self.history else 0.
 
     def _parts(self) -> Dict[str, Any]:
         parts = dict(
@@ -155,10 +146,10 @@ class Trainer:
             torch.amp.GradScaler(self.device.type, enabled=args.amp_dtype == 'float16'))
         if path.exists():
             state.history = state.load(path)
-        first = int(state.history[-1]['epoch']) if state.history else epochs.start
+        history = state.history or (before.history if before else [])  # that of phase 1 ends where phase 2 begins
+        first, seconds = (int(history[-1]['epoch']), history[-1]['seconds']) if history else (epochs.start, 0.)
         if state.history and not args.rank and not name.endswith(TIMING):
             tqdm.write(f'{name} ' + (f'goes on after epoch {first}' if first < epochs.stop else 'was trained before'))
-        seconds = state.seconds or (before.seconds if before else 0.)
         with self._one_line_errors(name), tqdm(
                 desc=name, total=len(epochs) * self.updates, initial=(first - epochs.start) * self.updates, unit='step',
                 **({'disable': True} if args.rank else {})) as progress:  # or as TQDM_DISABLE says
@@ -205,7 +196,7 @@ class Trainer:
             # without the first, which may compile
             seconds = median(after['seconds'] - before['seconds'] for before, after in pairwise(history))
             shortest = min(shortest, seconds)
-            if seconds > max(ENOUGH, 3 * shortest):  # slow steps, beside which the start is little
+            if seconds > max(4, 3 * shortest):  # slow steps, beside which the start is little
                 break
         return seconds * self.updates / few.updates
 
@@ -231,7 +222,7 @@ class Trainer:
             optimizer.add_param_group({**group, 'params': new, 'full_scale': scale})
         return optimizer
 
-    def _train_epoch(self, epoch: int, state: Trained, progress: tqdm) -> Tuple[float, float]:
+    def _train_epoch(self, epoch: int, state: Trained, progress: tqdm) -> List[float]:
         """Train an epoch, whose randomness depends on the seed and its number alone. Return mean loss and seconds."""
         args, optimizer, start = self.args, state.optimizer, time.perf_counter()
         random_seed((args.seed * 100_003 + epoch * args.world_size) % 2 ** 31, args.rank)
@@ -262,8 +253,7 @@ class Trainer:
                 state.average.update(state.model, step=update)
             progress.update()
         measured = total.new_tensor([total.item() / self.updates, time.perf_counter() - start])
-        loss, seconds = (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
-        return loss, seconds
+        return (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
 
     def _autocast(self) -> torch.autocast:
         dtype = getattr(torch, self.args.amp_dtype or 'bfloat16')
