@@ -1,7 +1,4 @@
-"""Images as tokens, and back: a token is a flattened patch, or a pixel of a convolutional stem's output.
-
-Also the layers that need the grid of tokens: phase 1's token mixer, a convolution over the image, and a depthwise MLP.
-"""
+"""Images as tokens, and back; stems; phase 1's token mixer, a convolution over the image; depthwise MLPs."""
 import math
 import re
 from numbers import Integral
@@ -74,11 +71,7 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
 @torch.fx.wrap
 @register_notrace_function
 def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-    """Return the tokens of a mixer that has no attention to mask.
-
-    Raises:
-        ValueError: If there is a mask.
-    """
+    """Return the tokens of a mixer that has no attention to mask. Raise ValueError if there is a mask."""
     if attn_mask is not None or is_causal:
         raise ValueError('Convolutions and hard heads have no attention to mask: leave out attn_mask and is_causal.')
     return x
@@ -125,25 +118,13 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
 class PatchConv2d(nn.Module):
     """Phase 1's token mixer: a convolution over the whole image, with zero padding that keeps its size.
 
-    Maps tokens of shape (B, N, P * P * C) to the same shape.
+    Maps tokens of shape (B, N, P * P * C) to the same shape. The kernel must be odd, or else the size would change.
     """
     patch_size: Final[Tuple[int, int]]
 
     def __init__(
             self, dim: int, patch_size: Size2d, grid_size: Size2d, kernel_size: Size2d = 3, proj_drop: float = 0.,
             **dd: Any) -> None:
-        """
-        Args:
-            dim: Token width, P * P * C.
-            patch_size: Pixels per patch side.
-            grid_size: Patches per image side.
-            kernel_size: Kernel of the convolution, odd.
-            proj_drop: Dropout rate of the output.
-            **dd: Device and dtype.
-
-        Raises:
-            ValueError: If the kernel is even, which would change the image size.
-        """
         super().__init__()
         kernel_h, kernel_w = to_2tuple(kernel_size)
         if kernel_h % 2 == 0 or kernel_w % 2 == 0:
@@ -151,8 +132,7 @@ class PatchConv2d(nn.Module):
         self.patch_size = to_2tuple(patch_size)
         self.grid_size = to_2tuple(grid_size)
         chans = dim // math.prod(self.patch_size)
-        padding = (kernel_h // 2, kernel_w // 2)
-        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=padding, **dd)
+        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=(kernel_h // 2, kernel_w // 2), **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
@@ -167,21 +147,12 @@ class PatchConv2d(nn.Module):
 class ConvStem(nn.Sequential):
     """Convolutions before the tokens (arXiv 2104.05704, 2106.14881): 3 x 3, each with batch norm and activation.
 
-    Maps images (B, in_chans, H, W) to (B, width, H / reduction, W / reduction).
+    Maps images (B, in_chans, H, W) to (B, width, H / reduction, W / reduction). The text `stem` has the width of every
+    convolution, with a 'p' where a max pooling by 2 follows, as after the last: '32p-96p'. It is right after the
+    convolution, so that norm and activation have less to do.
     """
 
     def __init__(self, stem: str, in_chans: int = 3, act_layer: Any = nn.GELU, **dd: Any) -> None:
-        """
-        Args:
-            stem: Width of every convolution, with a 'p' where a max pooling by 2 follows, as after the last: '32p-96p'.
-                It is right after the convolution, so that norm and activation have less to do.
-            in_chans: Number of image channels.
-            act_layer: Activation layer.
-            **dd: Device and dtype.
-
-        Raises:
-            ValueError: If the stem is no such text.
-        """
         if not isinstance(stem, str) or not re.fullmatch(r'([1-9][0-9]*p?-)*[1-9][0-9]*p', stem):
             raise ValueError(f"{stem=}: give widths, such as '24-48p-96p', where p pools by 2, as the last must.")
         super().__init__()
