@@ -8,7 +8,7 @@ from timm.layers import to_2tuple, use_fused_attn
 from torch import nn
 
 from .layers import Mask, Size2d, reject_attn_mask
-from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness, precise_dtype
+from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness
 from .shifts import HardAttention, HeadShifts, hard_offsets
 
 # keep as leaves for FX
@@ -176,7 +176,7 @@ class RelPosAttention(nn.Module):
         reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else (height - 1, width - 1)
         offsets = [(row, col) for row in range(-reach[0], reach[0] + 1) for col in range(-reach[1], reach[1] + 1)]
         offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-        sharpness = exact_sharpness(height * width, precise_dtype(self.qkv.weight.dtype))
+        sharpness = exact_sharpness(height * width, self.qkv.weight.dtype)
         for head in range(self.num_heads):
             rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
         for parameter in self.qkv.parameters():

@@ -20,7 +20,7 @@ from torch import nn
 from .attention import RelPosAttention
 from .grouped import GroupedAttention
 from .layers import Size2d
-from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness
 
 MAX_SHARPNESS = 10_000  # float16 holds it
 MAX_ROUNDING = 0.01  # by soft heads, relative to the output
@@ -134,7 +134,7 @@ def rewrite(
         raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
-    sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
+    sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, conv.weight.dtype)
     num_params = num_heads * (options.head_dim or dim) // groups * (dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')

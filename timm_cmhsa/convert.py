@@ -17,7 +17,7 @@ from .construction import Head, HeadOptions, plan_heads, rewrite
 from .errors import text_table
 from .layers import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
 from .models import HEADS, CmhsaAttn, CmhsaConv, registered_variant
-from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness
 
 BATCH_SIZE = 8
 DEFAULT_PEAK = 0.75
@@ -52,17 +52,16 @@ def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads:
 @torch.no_grad()
 def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOptions) -> Tuple[CmhsaAttn, HeadOptions]:
     """Rewrite a phase-1 model, see `convert_model`; return it with the options without gaps."""
-    source = _plain_model(model)
+    source = copy.deepcopy(_plain_model(model))
     architecture, options, heads = _complete(source, architecture, options)
-    dtype = next(source.parameters()).dtype
-    if options.peak is not None and dtype != precise_dtype(dtype):
-        source = copy.deepcopy(source).to(precise_dtype(dtype))
+    if options.peak is not None:
+        source.to(torch.promote_types(next(source.parameters()).dtype, torch.float32))
     generator = torch.Generator().manual_seed(0)
     layers = [rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, options, generator, heads)
               for mixer in (block.attn for block in source.blocks)]
     converted = _empty_model(source, architecture, layers[0])
     proj, weight = converted.patch_embed.proj, next(source.parameters())
-    for name, child in copy.deepcopy(source).named_children():
+    for name, child in source.named_children():
         setattr(converted, name, child)
     for block, attn in zip(converted.blocks, layers):
         attn.attn_drop, attn.proj_drop = nn.Dropout(source.drop_rates['attn_drop_rate']), block.attn.proj_drop
@@ -134,7 +133,7 @@ def _complete(
         usual = defaults.qk_dim or (WIDE_QK_DIM if defaults.head_dim is None else THIN_QK_DIM)
         qk_dim = min(usual, head_dim) if options.head_dim is None else default_qk_dim(dim, head_dim)
     if sharpness is None:
-        sharpness = exact_sharpness(math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype))
+        sharpness = exact_sharpness(math.prod(mixer.grid_size), mixer.conv.weight.dtype)
     if rel_pos is None:
         rel_pos = RelPosTable.name if peak is None else PaddedRelPosTable.name
     if not any(head.is_soft for head in heads):

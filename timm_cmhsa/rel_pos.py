@@ -35,9 +35,7 @@ class OffsetRelPos(nn.Module):
 
     Keys are the patches, then those of a ring of padding around the grid: (h + 2 pad_h) * (w + 2 pad_w) in all.
     """
-    name: str
     depends_on_queries = False
-    grid_size: Grid
     offsets: torch.Tensor  # all of them, key minus query, from (h + pad_h - 1, w + pad_w - 1) down to the opposite
     position: torch.Tensor  # of every key; position[query] - position[key] + a constant numbers the offset
 
@@ -48,17 +46,16 @@ class OffsetRelPos(nn.Module):
 
     def _register_offsets(self, device: Any) -> None:
         (height, width), (pad_h, pad_w) = self.grid_size, self.padding
-        rows = torch.arange(1 - height - pad_h, height + pad_h, device=device)
-        cols = torch.arange(1 - width - pad_w, width + pad_w, device=device)
-        offsets = torch.stack(torch.meshgrid(-rows, -cols, indexing='ij'), dim=-1).flatten(0, 1)
+        rows = torch.arange(height + pad_h - 1, -height - pad_h, -1, device=device)
+        cols = torch.arange(width + pad_w - 1, -width - pad_w, -1, device=device)
+        self.register_buffer('offsets', torch.cartesian_prod(rows, cols), persistent=False)
         rows, cols = (torch.arange(-pad, size + pad, device=device) for pad, size in zip(self.padding, self.grid_size))
         position = rows[:, None] * (2 * (width + pad_w) - 1) + cols
         above, middle, below = position.split([pad_h, height, pad_h])
         left, patches, right = middle.split([pad_w, width, pad_w], dim=1)
-        parts = patches, above, below, left, right
         # An index of all pairs would be larger than the model for feature maps of thousands of pixels.
-        self.register_buffer('offsets', offsets, persistent=False)
-        self.register_buffer('position', torch.cat([part.flatten() for part in parts]), persistent=False)
+        position = torch.cat([part.flatten() for part in (patches, above, below, left, right)])
+        self.register_buffer('position', position, persistent=False)
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         self.init_non_persistent_buffers()
@@ -88,10 +85,9 @@ class OffsetRelPos(nn.Module):
         return bias.index_select(1, index.flatten()).view(1, bias.shape[0], index.shape[0], index.shape[1])
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Return what is added to the scores: (1, num_heads, N, N), or N + 1 keys with the zero key last.
+        """Return what is added to the scores: (B or 1, num_heads, N, N), or N + 1 keys with the zero key last.
 
-        Args:
-            q: Queries, (B, num_heads, N, qk_dim), for encodings that depend on them.
+        Queries, (B, num_heads, N, qk_dim), are for encodings that depend on them.
         """
         return self.pair_bias()
 
@@ -231,13 +227,8 @@ def create_rel_pos(
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
-    """Return the sharpness at which a hard head's leak to other patches is a rounding error.
+    """Return the sharpness at which a hard head's leak to other patches is a rounding error, of float32 at least.
 
     At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps).
     """
-    return 2 * math.log(num_tokens / torch.finfo(dtype).eps)
-
-
-def precise_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype, or float32 for half precision."""
-    return torch.promote_types(dtype, torch.float32)
+    return 2 * math.log(num_tokens / torch.finfo(torch.promote_types(dtype, torch.float32)).eps)
