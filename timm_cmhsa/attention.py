@@ -1,6 +1,6 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
 import contextlib
-from typing import TYPE_CHECKING, Any, Dict, Final, List, Optional, Tuple
+from typing import Any, Dict, Final, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,6 @@ class RelPosAttention(nn.Module):
     """
     fused_attn: Final[bool]
     hard_form: Any = HardAttention  # of `fuse`
-    if TYPE_CHECKING:  # TorchScript knows no such annotations
-        shifts: Optional[HeadShifts]
-        proj: Any
 
     def __init__(
             self,
@@ -79,9 +76,9 @@ class RelPosAttention(nn.Module):
         self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **dd)
         self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, padding, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(num_heads * head_dim, dim if dim_out is None else dim_out, **dd)
+        self.proj: Any = nn.Linear(num_heads * head_dim, dim if dim_out is None else dim_out, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.shifts = None
+        self.shifts: Optional[HeadShifts] = None
         self.frozen: List[str] = []  # biases, by `set_hard_attn`
         self.hard_attn = hard_attn
         self.reset_parameters()
@@ -155,11 +152,7 @@ class RelPosAttention(nn.Module):
         self.hard_attn = enable
 
     def all_hard_offsets(self) -> List[Optional[Tuple[int, int]]]:
-        """Return the offset of every head, None for a head with a zero output projection.
-
-        Raises:
-            ValueError: If another head is not hard.
-        """
+        """Return the offset of every head, None if its output projection is zero. ValueError: another is not hard."""
         used = self.used_heads().tolist()
         offsets = [offset if is_used else None for offset, is_used in zip(hard_offsets(self), used)]
         num_soft = sum(is_used and offset is None for offset, is_used in zip(offsets, used))
