@@ -39,20 +39,17 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return the attention layers of this package, or of a ViT of timm, by name. A layer itself has the name ''.
-
-    Layers without heads are left out.
+    """Return the attention layers with heads of this package, or of a ViT of timm, by name. A layer itself has ''.
 
     Raises:
         PlotError: If the model has none.
     """
-    modules: Dict[str, Any] = dict(model.named_modules())
-    layers = {name: each for name, each in modules.items() if isinstance(getattr(each, 'rel_pos', None), OffsetRelPos)}
-    if not layers and isinstance(model, STOCK):
-        layers = {name: each for name, each in modules.items() if isinstance(each, STOCK_LAYERS)}
-    layers = {name: layer for name, layer in layers.items() if layer.num_heads}
+    stock_layers = STOCK_LAYERS if isinstance(model, STOCK) else ()
+    layers: Dict[str, Any] = {
+        name: layer for name, layer in model.named_modules() if getattr(layer, 'num_heads', 0)
+        and (isinstance(getattr(layer, 'rel_pos', None), OffsetRelPos) or isinstance(layer, stock_layers))}
     if not layers:
-        found = {type(each).__name__ for each in modules.values() if hasattr(each, 'attn_drop')}  # timm's attention
+        found = {type(each).__name__ for each in model.modules() if hasattr(each, 'attn_drop')}  # timm's attention
         raise PlotError(
             f'{type(model).__name__} has no attention that can be drawn (found: {", ".join(sorted(found)) or "none"}): '
             'use a phase-2 model (convert_model, not yet reparameterized), a CNN after attend_convs, or a '
@@ -62,8 +59,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
 
 def layer_grid_size(model: Any, layer: Any) -> Tuple[int, int]:
     """Return the patches per image side, (h, w), of an attention layer of a model."""
-    grid_size: Tuple[int, int] = getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
-    return grid_size
+    return getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
 
 
 def num_weights(model: nn.Module, layers: Mapping[str, Any]) -> int:
