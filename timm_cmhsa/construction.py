@@ -140,7 +140,9 @@ def rewrite(
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
-        layer: Any = dict(dim_out=dim_out, dtype=conv.weight.dtype, **_encoding(conv, heads, options))
+        layer: Any = dict(dim_out=dim_out, dtype=conv.weight.dtype)
+        if options.peak is not None or options.rel_pos == PaddedRelPosTable.name:
+            layer.update(rel_pos=PaddedRelPosTable.name, padding=_reach(conv, heads))
         if groups == 1:
             attn = RelPosAttention(dim, grid_size, num_heads, options.head_dim, options.qk_dim, **layer)
         else:
@@ -149,7 +151,6 @@ def rewrite(
     attn.to_empty(device='cpu').reset_parameters(generator)
     soft_sharpness, share_of_mean = 0., 0.
     if options.peak is not None and any(head.is_soft for head in heads):
-        assert isinstance(attn.rel_pos, PaddedRelPosTable)
         soft_sharpness, share_of_mean = _soft_sharpness(attn.rel_pos, options.peak)
     query, _, value = (weight.unflatten(0, (num_heads, -1)) for weight in attn.qkv.weight.split(attn.widths))
     output = attn.proj.weight.view(dim_out, num_heads, -1)
@@ -226,17 +227,15 @@ def _soften(heads: List[Head], head_dim: int) -> List[Head]:
     return heads + [Head(None, inputs) for inputs in (means if center_is_soft else means_of_sides)]
 
 
-def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[str, Any]:
-    """Return the relative position bias of the layer, and the padding that its heads reach, as its arguments."""
-    if options.peak is None and options.rel_pos != PaddedRelPosTable.name:
-        return {'rel_pos': RelPosTable.name}
+def _reach(conv: nn.Conv2d, heads: List[Head]) -> Tuple[int, ...]:
+    """Return how many patches of padding heads reach on every side, at least one, the default; none if circular."""
     if conv.padding_mode == 'circular':
-        return {'rel_pos': PaddedRelPosTable.name, 'padding': 0}
-    offsets = [(1, 1), *(head.offset for head in heads if head.offset is not None)]  # (1, 1) is the default
-    return {'rel_pos': PaddedRelPosTable.name, 'padding': tuple(max(map(abs, axis)) for axis in zip(*offsets))}
+        return 0, 0
+    offsets = [(1, 1), *(head.offset for head in heads if head.offset is not None)]
+    return tuple(max(map(abs, axis)) for axis in zip(*offsets))
 
 
-def _soft_sharpness(rel_pos: PaddedRelPosTable, peak: float) -> Tuple[float, float]:
+def _soft_sharpness(rel_pos: Any, peak: float) -> Tuple[float, float]:
     """Return the bias of soft heads, and the share of the mean in what they add, relative to that of their offset."""
     num_keys, dtype = rel_pos.num_keys(rel_pos.grid_size), rel_pos.relative_position_bias_table.dtype
     if not 1 / num_keys < peak < 1:
