@@ -8,7 +8,7 @@ self-attention with relative position bias. Otherwise both are timm's `VisionTra
 position embedding, with global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -148,18 +148,13 @@ class Cmhsa(VisionTransformer):
         return x  # There is none to add, and timm's method fails for an empty batch.
 
 
-T = TypeVar('T', bound=Cmhsa)
-
-
 class CmhsaConv(Cmhsa):
-    """Phase 1: every attention replaced by a K x K convolution over the whole image. Raw patches are not projected."""
+    """Phase 1: every attention replaced by a K x K convolution over the whole image. Raw patches are not projected.
+
+    `kernel_size` is K, odd, or two such numbers. All other arguments are those of `Cmhsa`.
+    """
 
     def __init__(self, *, kernel_size: Size2d = 3, **kwargs: Any) -> None:
-        """
-        Args:
-            kernel_size: Kernel of the convolutions, odd.
-            **kwargs: See `Cmhsa`.
-        """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         if not self.stem:
@@ -174,17 +169,15 @@ class CmhsaConv(Cmhsa):
 
 
 class CmhsaAttn(Cmhsa):
-    """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
+    """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn.
+
+    The arguments are those of `RelPosAttention` and of `Cmhsa`.
+    """
 
     def __init__(
             self, *, num_heads: int = 9, head_dim: Optional[int] = None, qk_dim: Optional[int] = None,
             qkv_bias: bool = True, rel_pos: str = 'table', padding: Optional[Size2d] = None, hard_attn: bool = False,
             **kwargs: Any) -> None:
-        """
-        Args:
-            num_heads, head_dim, qk_dim, qkv_bias, rel_pos, padding, hard_attn: See `RelPosAttention`.
-            **kwargs: See `Cmhsa`.
-        """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:
@@ -263,8 +256,8 @@ def _grid_of_table(model: Cmhsa, table_length: int, padding: Grid) -> Optional[G
 
 
 def create_cmhsa(
-        cls: Type[T], variant: str, pretrained: bool, kwargs: Dict[str, Any],
-        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn, **defaults: Any) -> T:
+        cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[str, Any],
+        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn, **defaults: Any) -> Any:
     """Build a registered model; `kwargs` overrule the variant's `defaults` and `HEADS`."""
     args = {**HEADS.get(variant, {}), **defaults, **kwargs}
     first_conv = 'patch_embed.proj.0' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'
