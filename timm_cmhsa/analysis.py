@@ -86,24 +86,23 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     layers = attention_layers(model)
     if isinstance(model, STOCK) and tuple(images.shape[2:]) != model.patch_embed.img_size:
         raise ValueError(f'Images of {tuple(images.shape[2:])} pixels: first call set_input_size for this size.')
-    weights: Dict[str, torch.Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(eval_mode(model))
-        for name, layer in layers.items():
-            def keep(*args: Any, name: str = name) -> None:
-                weights[name] = args[-1].float().expand(len(images), -1, -1, -1)
+    maps: Dict[str, AttentionMaps] = {}
 
-            stack.callback(setattr, layer, 'fused_attn', layer.fused_attn)
-            layer.fused_attn = False  # fused attention never forms the weights
-            stack.enter_context(layer.attn_drop.register_forward_hook(keep))
-        model(images)
-    maps = {}
-    for name, attn in weights.items():
+    def keep(name: str, attn: torch.Tensor) -> None:
         grid_size = layer_grid_size(model, layers[name])
+        attn = attn.float().expand(len(images), -1, -1, -1)
         num_queries, prefix = attn.shape[2], attn.shape[2] - math.prod(grid_size)  # class tokens, before the patches
         first, patches, last = attn[:, :, prefix:].tensor_split((prefix, num_queries), dim=-1)
         others = torch.cat([first, last], dim=-1)
         maps[name] = AttentionMaps(patches, others.sum(dim=-1) if others.shape[-1] else None, grid_size)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        for name, layer in layers.items():
+            stack.callback(setattr, layer, 'fused_attn', layer.fused_attn)
+            layer.fused_attn = False  # fused attention never forms the weights
+            stack.enter_context(layer.attn_drop.register_forward_hook(lambda *args, name=name: keep(name, args[-1])))
+        model(images)
     return maps
 
 
