@@ -4,9 +4,7 @@ Every patch that a convolution reads from lies at one of a few offsets from the 
 to the patch at its offset, its values pick the pixels that matter there, and the output projection applies the kernel's
 weights to them. An offset that points outside the image leads to the zero key.
 
-Such a head is hard. A soft head attends to everything else as well. That adds a share of the mean over all patches, the
-same at every query, which further heads subtract. The rewrite is still exact, and its softmaxes have gradients to learn
-from (see docs/theory.md).
+Such a head is hard. A soft head attends to everything else as well, which further heads subtract (see docs/theory.md).
 """
 import math
 from numbers import Integral, Real

@@ -2,12 +2,11 @@
 import math
 import re
 from numbers import Integral
-from typing import Any, Final, Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, ConvNormAct, create_conv2d, to_2tuple
-from timm.models import register_notrace_function
 from torch import nn
 
 Size2d = Union[int, Tuple[int, int]]
@@ -16,7 +15,6 @@ Mask = Optional[torch.Tensor]  # (..., N, N): which keys a query may attend to, 
 
 # Keep these functions as leaves for FX: they branch on traced values.
 @torch.fx.wrap
-@register_notrace_function
 def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
     """Cut images into flattened patches, row by row; within a patch the channel varies fastest (Section 2.2).
 
@@ -41,7 +39,6 @@ def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
 
 
 @torch.fx.wrap
-@register_notrace_function
 def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> torch.Tensor:
     """Put flattened patches back together as images; the inverse of `patchify`.
 
@@ -69,7 +66,6 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
 
 
 @torch.fx.wrap
-@register_notrace_function
 def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
     """Return the tokens of a mixer that has no attention to mask. Raise ValueError if there is a mask."""
     if attn_mask is not None or is_causal:
@@ -120,7 +116,6 @@ class PatchConv2d(nn.Module):
 
     Maps tokens of shape (B, N, P * P * C) to the same shape. The kernel must be odd, or else the size would change.
     """
-    patch_size: Final[Tuple[int, int]]
 
     def __init__(
             self, dim: int, patch_size: Size2d, grid_size: Size2d, kernel_size: Size2d = 3, proj_drop: float = 0.,

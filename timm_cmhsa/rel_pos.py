@@ -1,8 +1,4 @@
-"""Relative position biases: what a head adds to an attention score for the offset between key and query.
-
-The zero key is one more key than there are patches, with a zero key and a zero value. Its bias is a learned number per
-head (`RelPosTable`), or also stands for a ring of padding around the grid (`PaddedRelPosTable`).
-"""
+"""Relative position biases: what a head adds to the score of an offset between key and query, and of the zero key."""
 import math
 from typing import Any, List, Optional, Tuple
 
@@ -10,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
 from timm.layers.attention import resolve_self_attn_mask
-from timm.models import register_notrace_function
 from torch import nn
 
 from .layers import Mask, Size2d
@@ -21,7 +16,6 @@ BIAS_SCALE = 30.  # of a padded table, see there
 
 
 @torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
-@register_notrace_function
 def add_attn_mask(attn_bias: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
     """Add a mask over N keys to a bias over N or N + 1 keys. The zero key, which comes last, is never masked."""
     mask = resolve_self_attn_mask(attn_bias.shape[-2], attn_bias, attn_mask, is_causal)
@@ -144,9 +138,8 @@ class RelPosTable(OffsetRelPos):
 class PaddedRelPosTable(RelPosTable):
     """A table of biases whose zero key stands for a ring of zero padding around the grid.
 
-    Every query then sees the same number of keys, so a head with bias M at one offset and 0 at all others gives its
-    offset the same weight everywhere, at the borders too. That makes the rewrite of a convolution exact at any M (see
-    docs/theory.md). The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number.
+    The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number. Every query then sees
+    as many keys, which makes the rewrite of a convolution exact at any bias (see docs/theory.md).
 
     Biases have to change much more than weights, and Adam's steps are the same for both. So the bias is the table times
     `bias_scale`. Checkpoints hold that, and the size of the ring, which the length of the table alone does not tell.
