@@ -130,14 +130,12 @@ class RelPosAttention(nn.Module):
                 self.set_hard_attn(self.hard_attn)
 
     def set_hard_attn(self, enable: bool = True) -> None:
-        """Compute hard heads as shifts, for training too, or as attention again.
+        """Compute hard heads as shifts or as attention again, see `CmhsaAttn.set_hard_attn`.
 
-        Biases are frozen while this is on. A head that is not hard must have a zero output projection, and is skipped.
-        Create the optimizer and DistributedDataParallel afterwards.
+        A head that is not hard must have a zero output projection, and is skipped.
 
         Raises:
-            ValueError: If another head is not hard, or attention weights are to be dropped. All heads are attention
-                then.
+            ValueError: If another head is not hard, or attention weights are to be dropped. All are attention then.
         """
         for name in self.frozen:
             self.rel_pos.get_parameter(name).requires_grad_(True)
@@ -199,7 +197,6 @@ class RelPosAttention(nn.Module):
 
 
 def default_qk_dim(dim: int, head_dim: int) -> int:
-    """Return the default width of queries and keys."""
     return min(WIDE_QK_DIM if head_dim >= dim else THIN_QK_DIM, head_dim)
 
 
