@@ -24,11 +24,9 @@ def hard_offsets(attn: Any) -> List[Optional[Offset]]:
     A head is hard if its queries are zero, so that scores are biases alone, and its biases give all but `MAX_LEAK` of
     the attention to one offset, or to the zero key where that offset lies outside the image.
     """
-    rel_pos, num_heads = attn.rel_pos, attn.num_heads
-    query = attn.qkv.weight[:num_heads * attn.qk_dim].cpu().unflatten(0, (num_heads, -1))
-    is_hard = ~query.flatten(1).any(dim=1)
-    if attn.qkv.bias is not None:
-        is_hard &= ~attn.qkv.bias[:num_heads * attn.qk_dim].cpu().view(num_heads, -1).any(dim=1)
+    rel_pos = attn.rel_pos
+    queries = [parameter[:attn.widths[0]].cpu().reshape(attn.num_heads, -1) for parameter in attn.qkv.parameters()]
+    is_hard = ~torch.cat(queries, dim=1).any(dim=1)
     bias, zero_key = rel_pos.offset_bias().cpu().double(), rel_pos.zero_key_bias.cpu().double()
     (best, second), (index, _) = F.pad(bias, [0, 0, 0, 1], value=-math.inf).topk(2, dim=0)  # there may be one offset
     offsets = rel_pos.offsets.cpu()[index]
