@@ -104,9 +104,8 @@ class PatchReshape(nn.Module):
 @torch.no_grad()
 def init_patch_identity(proj: nn.Conv2d) -> None:
     """Make a patch projection, of weight (d, in_chans, P_h, P_w), compute the same as phase 1's reshape."""
-    embed_dim, in_chans, *patch_size = proj.weight.shape
-    one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
-    proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
+    one_hot_tokens = torch.eye(len(proj.weight), device=proj.weight.device).unsqueeze(1)
+    proj.weight.copy_(unpatchify(one_hot_tokens, (proj.kernel_size[0], proj.kernel_size[1]), 1)[:, :proj.in_channels])
     if proj.bias is not None:
         nn.init.zeros_(proj.bias)
 

@@ -204,11 +204,7 @@ class PaddedRelPosTable(RelPosTable):
 
 def create_rel_pos(
         name: str, grid_size: Grid, num_heads: int, padding: Optional[Size2d] = None, **dd: Any) -> RelPosTable:
-    """Create a relative position bias, 'table' or 'padded_table', with one patch of padding by default.
-
-    Raises:
-        ValueError: If the name is unknown, or the padding does not fit it.
-    """
+    """Create a relative position bias, 'table' or 'padded_table', the latter with one patch of padding by default."""
     if name == RelPosTable.name and padding is None:
         return RelPosTable(grid_size, num_heads, **dd)
     if name != PaddedRelPosTable.name:
