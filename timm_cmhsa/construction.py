@@ -237,14 +237,12 @@ def _soft_sharpness(rel_pos: Any, peak: float) -> Tuple[float, float]:
     """Return the bias of soft heads, and the share of the mean in what they add, relative to that of their offset."""
     num_keys, dtype = rel_pos.num_keys(rel_pos.grid_size), rel_pos.relative_position_bias_table.dtype
     if not 1 / num_keys < peak < 1:
-        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, the share of each of {num_keys} keys.')
+        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, that of even attention.')
     sharpness = math.log(peak * (num_keys - 1) / (1 - peak))
     rel_pos.point_head(0, [(0, 0)], sharpness)
     excess = math.expm1(rel_pos.offset_bias()[:, 0].max().item())  # of the bias as its type has rounded it
     if excess * MAX_ROUNDING < num_keys * torch.finfo(dtype).eps:
-        raise ValueError(
-            f'{peak=} is too close to 1 / {num_keys}, the share of each of {num_keys} keys, for {dtype}: take a larger '
-            'one.')
+        raise ValueError(f'{peak=} is too close to 1 / {num_keys}, even attention, for {dtype}: take a larger one.')
     return sharpness, num_keys / excess
 
 
@@ -269,9 +267,7 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
     """
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if patch % stride:
-        raise ValueError(
-            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
-            f'divisible by {stride}.')
+        raise ValueError(f'{stride=} does not divide a patch side of {patch}: use a patch size divisible by {stride}.')
     pad_left, _ = _axis_padding(conv, axis)
     rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
     pixels = rows[:, None] * stride + taps * dilation - pad_left
