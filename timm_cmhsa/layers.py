@@ -75,13 +75,11 @@ def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = 
 
 def check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
     """Raise ValueError if an image, H x W pixels, cannot be cut into whole patches."""
-    for name, sides in (('img_size', to_2tuple(img_size)), ('patch_size', to_2tuple(patch_size))):
-        if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
-            raise ValueError(f'{name}={sides} must be one or two whole numbers, height and width.')
-    for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)):
-        if patch < 1 or size < patch or size % patch:
-            raise ValueError(
-                f'img_size={img_size} is not divisible by patch_size={patch_size}: use a multiple of the patch size.')
+    sizes, patches = to_2tuple(img_size), to_2tuple(patch_size)
+    if len(sizes) != 2 or len(patches) != 2 or not all(isinstance(side, Integral) for side in (*sizes, *patches)):
+        raise ValueError(f'{img_size=} and {patch_size=} must be one or two whole numbers, height and width.')
+    if any(patch < 1 or size < patch or size % patch for size, patch in zip(sizes, patches)):
+        raise ValueError(f'{img_size=} is not divisible by {patch_size=}: use a multiple of the patch size.')
 
 
 class PatchReshape(nn.Module):
