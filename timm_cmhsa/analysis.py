@@ -39,10 +39,9 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return the attention layers with heads of this package, or of a ViT of timm, by name. A layer itself has ''.
+    """Return the attention layers with heads of this package, or of a ViT of timm, by name, '' for a layer itself.
 
-    Raises:
-        PlotError: If the model has none.
+    PlotError is raised if there are none.
     """
     stock_layers = STOCK_LAYERS if isinstance(model, STOCK) else ()
     layers: Dict[str, Any] = {

@@ -78,16 +78,16 @@ class Cmhsa(VisionTransformer):
         if mlp_layer not in MLP_LAYERS:
             raise ValueError(f'mlp_layer={mlp_layer!r} must be one of {", ".join(MLP_LAYERS)}.')
         if not stem and in_chans > hidden_chans:
-            raise ValueError(
-                f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
-                f'set hidden_chans to {in_chans} or more.')
+            raise ValueError(f'{in_chans=} do not fit into {hidden_chans=}: set hidden_chans to {in_chans} or more.')
         embed_dim = hidden_chans * (1 if stem else math.prod(to_2tuple(patch_size)))
         self.stem = stem  # timm's constructor calls init_weights
+        self.drop_rates = dict(
+            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate)
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, num_classes=num_classes,
             global_pool=global_pool, fc_norm=fc_norm, depth=depth, mlp_ratio=mlp_ratio, init_values=init_values,
-            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, drop_path_rate=drop_path_rate,
-            norm_layer=norm_layer, act_layer=act_layer, mlp_layer=MLP_LAYERS[mlp_layer],
+            norm_layer=norm_layer, act_layer=act_layer, mlp_layer=MLP_LAYERS[mlp_layer], **self.drop_rates,
             num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
             class_token=False, pos_embed='none', device=device, dtype=dtype)
@@ -101,12 +101,8 @@ class Cmhsa(VisionTransformer):
             proj = ConvStem(stem, in_chans, act_layer or nn.GELU, device=device, dtype=dtype)
             if (to_2tuple(proj.reduction), proj.width) != (to_2tuple(patch_size), hidden_chans):
                 raise ValueError(
-                    f'{stem=} makes {proj.width} channels of {proj.reduction} x {proj.reduction} pixels: use '
-                    f'hidden_chans={proj.width} and patch_size={proj.reduction}.')
+                    f'{stem=} makes other tokens: use hidden_chans={proj.width} and patch_size={proj.reduction}.')
             self.patch_embed.proj = proj
-        self.drop_rates = dict(
-            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
-            drop_path_rate=drop_path_rate)
         self._set_grid_size()
 
     def model_args(self) -> Dict[str, Any]:
@@ -127,8 +123,7 @@ class Cmhsa(VisionTransformer):
         """
         if patch_size is not None and to_2tuple(patch_size) != self.patch_embed.patch_size:
             raise ValueError(
-                f'patch_size={patch_size} would change the width of a token from {self.embed_dim}: '
-                f'create a new model with that patch_size instead.')
+                f'{patch_size=} would change the width of a token from {self.embed_dim}: create a new model instead.')
         if img_size is not None:
             check_divisible(img_size, self.patch_embed.patch_size)
         super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
