@@ -166,7 +166,7 @@ class CmhsaConv(Cmhsa):
 class CmhsaAttn(Cmhsa):
     """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn.
 
-    The arguments are those of `RelPosAttention` and of `Cmhsa`.
+    The arguments from `num_heads` to `hard_attn` are those of `RelPosAttention`, all others those of `Cmhsa`.
     """
 
     def __init__(
