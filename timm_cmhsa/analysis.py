@@ -39,20 +39,16 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return the attention layers of this package, or of a ViT of timm, by name. A layer itself has the name ''.
+    """Return the attention layers with heads of this package, or of a ViT of timm, by name, '' for a layer itself.
 
-    Layers without heads are left out.
-
-    Raises:
-        PlotError: If the model has none.
+    PlotError is raised if there are none.
     """
-    modules: Dict[str, Any] = dict(model.named_modules())
-    layers = {name: each for name, each in modules.items() if isinstance(getattr(each, 'rel_pos', None), OffsetRelPos)}
-    if not layers and isinstance(model, STOCK):
-        layers = {name: each for name, each in modules.items() if isinstance(each, STOCK_LAYERS)}
-    layers = {name: layer for name, layer in layers.items() if layer.num_heads}
+    stock_layers = STOCK_LAYERS if isinstance(model, STOCK) else ()
+    layers: Dict[str, Any] = {
+        name: layer for name, layer in model.named_modules() if getattr(layer, 'num_heads', 0)
+        and (isinstance(getattr(layer, 'rel_pos', None), OffsetRelPos) or isinstance(layer, stock_layers))}
     if not layers:
-        found = {type(each).__name__ for each in modules.values() if hasattr(each, 'attn_drop')}  # timm's attention
+        found = {type(each).__name__ for each in model.modules() if hasattr(each, 'attn_drop')}  # timm's attention
         raise PlotError(
             f'{type(model).__name__} has no attention that can be drawn (found: {", ".join(sorted(found)) or "none"}): '
             'use a phase-2 model (convert_model, not yet reparameterized), a CNN after attend_convs, or a '
@@ -62,8 +58,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
 
 def layer_grid_size(model: Any, layer: Any) -> Tuple[int, int]:
     """Return the patches per image side, (h, w), of an attention layer of a model."""
-    grid_size: Tuple[int, int] = getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
-    return grid_size
+    return getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
 
 
 def num_weights(model: nn.Module, layers: Mapping[str, Any]) -> int:
@@ -90,24 +85,23 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     layers = attention_layers(model)
     if isinstance(model, STOCK) and tuple(images.shape[2:]) != model.patch_embed.img_size:
         raise ValueError(f'Images of {tuple(images.shape[2:])} pixels: first call set_input_size for this size.')
-    weights: Dict[str, torch.Tensor] = {}
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(eval_mode(model))
-        for name, layer in layers.items():
-            def keep(*args: Any, name: str = name) -> None:
-                weights[name] = args[-1].float().expand(len(images), -1, -1, -1)
+    maps: Dict[str, AttentionMaps] = {}
 
-            stack.callback(setattr, layer, 'fused_attn', layer.fused_attn)
-            layer.fused_attn = False  # fused attention never forms the weights
-            stack.enter_context(layer.attn_drop.register_forward_hook(keep))
-        model(images)
-    maps = {}
-    for name, attn in weights.items():
+    def keep(name: str, attn: torch.Tensor) -> None:
         grid_size = layer_grid_size(model, layers[name])
+        attn = attn.float().expand(len(images), -1, -1, -1)
         num_queries, prefix = attn.shape[2], attn.shape[2] - math.prod(grid_size)  # class tokens, before the patches
         first, patches, last = attn[:, :, prefix:].tensor_split((prefix, num_queries), dim=-1)
         others = torch.cat([first, last], dim=-1)
         maps[name] = AttentionMaps(patches, others.sum(dim=-1) if others.shape[-1] else None, grid_size)
+
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        for name, layer in layers.items():
+            stack.callback(setattr, layer, 'fused_attn', layer.fused_attn)
+            layer.fused_attn = False  # fused attention never forms the weights
+            stack.enter_context(layer.attn_drop.register_forward_hook(lambda *args, name=name: keep(name, args[-1])))
+        model(images)
     return maps
 
 

@@ -1,6 +1,6 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
 import contextlib
-from typing import TYPE_CHECKING, Any, Dict, Final, List, Optional, Tuple
+from typing import Any, Dict, Final, List, Optional, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from timm.layers import to_2tuple, use_fused_attn
 from torch import nn
 
 from .layers import Mask, Size2d, reject_attn_mask
-from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness, precise_dtype
+from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness
 from .shifts import HardAttention, HeadShifts, hard_offsets
 
 # keep as leaves for FX
@@ -27,9 +27,6 @@ class RelPosAttention(nn.Module):
     """
     fused_attn: Final[bool]
     hard_form: Any = HardAttention  # of `fuse`
-    if TYPE_CHECKING:  # TorchScript knows no such annotations
-        shifts: Optional[HeadShifts]
-        proj: Any
 
     def __init__(
             self,
@@ -79,9 +76,9 @@ class RelPosAttention(nn.Module):
         self.qkv = nn.Linear(dim, sum(self.widths), bias=qkv_bias, **dd)
         self.rel_pos = create_rel_pos(rel_pos, to_2tuple(grid_size), num_heads, padding, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
-        self.proj = nn.Linear(num_heads * head_dim, dim if dim_out is None else dim_out, **dd)
+        self.proj: Any = nn.Linear(num_heads * head_dim, dim if dim_out is None else dim_out, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
-        self.shifts = None
+        self.shifts: Optional[HeadShifts] = None
         self.frozen: List[str] = []  # biases, by `set_hard_attn`
         self.hard_attn = hard_attn
         self.reset_parameters()
@@ -133,14 +130,12 @@ class RelPosAttention(nn.Module):
                 self.set_hard_attn(self.hard_attn)
 
     def set_hard_attn(self, enable: bool = True) -> None:
-        """Compute hard heads as shifts, for training too, or as attention again.
+        """Compute hard heads as shifts or as attention again, see `CmhsaAttn.set_hard_attn`.
 
-        Biases are frozen while this is on. A head that is not hard must have a zero output projection, and is skipped.
-        Create the optimizer and DistributedDataParallel afterwards.
+        A head that is not hard must have a zero output projection, and is skipped.
 
         Raises:
-            ValueError: If another head is not hard, or attention weights are to be dropped. All heads are attention
-                then.
+            ValueError: If another head is not hard, or attention weights are to be dropped. All are attention then.
         """
         for name in self.frozen:
             self.rel_pos.get_parameter(name).requires_grad_(True)
@@ -155,11 +150,7 @@ class RelPosAttention(nn.Module):
         self.hard_attn = enable
 
     def all_hard_offsets(self) -> List[Optional[Tuple[int, int]]]:
-        """Return the offset of every head, None for a head with a zero output projection.
-
-        Raises:
-            ValueError: If another head is not hard.
-        """
+        """Return the offset of every head, None if its output projection is zero. ValueError: another is not hard."""
         used = self.used_heads().tolist()
         offsets = [offset if is_used else None for offset, is_used in zip(hard_offsets(self), used)]
         num_soft = sum(is_used and offset is None for offset, is_used in zip(offsets, used))
@@ -176,7 +167,7 @@ class RelPosAttention(nn.Module):
         reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else (height - 1, width - 1)
         offsets = [(row, col) for row in range(-reach[0], reach[0] + 1) for col in range(-reach[1], reach[1] + 1)]
         offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-        sharpness = exact_sharpness(height * width, precise_dtype(self.qkv.weight.dtype))
+        sharpness = exact_sharpness(height * width, self.qkv.weight.dtype)
         for head in range(self.num_heads):
             rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
         for parameter in self.qkv.parameters():
@@ -206,7 +197,6 @@ class RelPosAttention(nn.Module):
 
 
 def default_qk_dim(dim: int, head_dim: int) -> int:
-    """Return the default width of queries and keys."""
     return min(WIDE_QK_DIM if head_dim >= dim else THIN_QK_DIM, head_dim)
 
 

@@ -4,9 +4,7 @@ Every patch that a convolution reads from lies at one of a few offsets from the 
 to the patch at its offset, its values pick the pixels that matter there, and the output projection applies the kernel's
 weights to them. An offset that points outside the image leads to the zero key.
 
-Such a head is hard. A soft head attends to everything else as well. That adds a share of the mean over all patches, the
-same at every query, which further heads subtract. The rewrite is still exact, and its softmaxes have gradients to learn
-from (see docs/theory.md).
+Such a head is hard. A soft head attends to everything else as well, which further heads subtract (see docs/theory.md).
 """
 import math
 from numbers import Integral, Real
@@ -20,7 +18,7 @@ from torch import nn
 from .attention import RelPosAttention
 from .grouped import GroupedAttention
 from .layers import Size2d
-from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness
 
 MAX_SHARPNESS = 10_000  # float16 holds it
 MAX_ROUNDING = 0.01  # by soft heads, relative to the output
@@ -134,13 +132,15 @@ def rewrite(
         raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
-    sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, precise_dtype(conv.weight.dtype))
+    sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, conv.weight.dtype)
     num_params = num_heads * (options.head_dim or dim) // groups * (dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
     with torch.device('meta'):  # PyTorch's default initialization would take as long as all the rest
-        layer: Any = dict(dim_out=dim_out, dtype=conv.weight.dtype, **_encoding(conv, heads, options))
+        layer: Any = dict(dim_out=dim_out, dtype=conv.weight.dtype)
+        if options.peak is not None or options.rel_pos == PaddedRelPosTable.name:
+            layer.update(rel_pos=PaddedRelPosTable.name, padding=_reach(conv, heads))
         if groups == 1:
             attn = RelPosAttention(dim, grid_size, num_heads, options.head_dim, options.qk_dim, **layer)
         else:
@@ -149,7 +149,6 @@ def rewrite(
     attn.to_empty(device='cpu').reset_parameters(generator)
     soft_sharpness, share_of_mean = 0., 0.
     if options.peak is not None and any(head.is_soft for head in heads):
-        assert isinstance(attn.rel_pos, PaddedRelPosTable)
         soft_sharpness, share_of_mean = _soft_sharpness(attn.rel_pos, options.peak)
     query, _, value = (weight.unflatten(0, (num_heads, -1)) for weight in attn.qkv.weight.split(attn.widths))
     output = attn.proj.weight.view(dim_out, num_heads, -1)
@@ -226,28 +225,24 @@ def _soften(heads: List[Head], head_dim: int) -> List[Head]:
     return heads + [Head(None, inputs) for inputs in (means if center_is_soft else means_of_sides)]
 
 
-def _encoding(conv: nn.Conv2d, heads: List[Head], options: HeadOptions) -> Dict[str, Any]:
-    """Return the relative position bias of the layer, and the padding that its heads reach, as its arguments."""
-    if options.peak is None and options.rel_pos != PaddedRelPosTable.name:
-        return {'rel_pos': RelPosTable.name}
+def _reach(conv: nn.Conv2d, heads: List[Head]) -> Tuple[int, ...]:
+    """Return how many patches of padding heads reach on every side, at least one, the default; none if circular."""
     if conv.padding_mode == 'circular':
-        return {'rel_pos': PaddedRelPosTable.name, 'padding': 0}
-    offsets = [(1, 1), *(head.offset for head in heads if head.offset is not None)]  # (1, 1) is the default
-    return {'rel_pos': PaddedRelPosTable.name, 'padding': tuple(max(map(abs, axis)) for axis in zip(*offsets))}
+        return 0, 0
+    offsets = [(1, 1), *(head.offset for head in heads if head.offset is not None)]
+    return tuple(max(map(abs, axis)) for axis in zip(*offsets))
 
 
-def _soft_sharpness(rel_pos: PaddedRelPosTable, peak: float) -> Tuple[float, float]:
+def _soft_sharpness(rel_pos: Any, peak: float) -> Tuple[float, float]:
     """Return the bias of soft heads, and the share of the mean in what they add, relative to that of their offset."""
     num_keys, dtype = rel_pos.num_keys(rel_pos.grid_size), rel_pos.relative_position_bias_table.dtype
     if not 1 / num_keys < peak < 1:
-        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, the share of each of {num_keys} keys.')
+        raise ValueError(f'{peak=} must be below 1, and above 1 / {num_keys}, that of even attention.')
     sharpness = math.log(peak * (num_keys - 1) / (1 - peak))
     rel_pos.point_head(0, [(0, 0)], sharpness)
     excess = math.expm1(rel_pos.offset_bias()[:, 0].max().item())  # of the bias as its type has rounded it
     if excess * MAX_ROUNDING < num_keys * torch.finfo(dtype).eps:
-        raise ValueError(
-            f'{peak=} is too close to 1 / {num_keys}, the share of each of {num_keys} keys, for {dtype}: take a larger '
-            'one.')
+        raise ValueError(f'{peak=} is too close to 1 / {num_keys}, even attention, for {dtype}: take a larger one.')
     return sharpness, num_keys / excess
 
 
@@ -272,9 +267,7 @@ def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, t
     """
     kernel, stride, dilation = conv.kernel_size[axis], conv.stride[axis], conv.dilation[axis]
     if patch % stride:
-        raise ValueError(
-            f"stride={stride} does not divide the patch {('height', 'width')[axis]} of {patch}: use a patch size "
-            f'divisible by {stride}.')
+        raise ValueError(f'{stride=} does not divide a patch side of {patch}: use a patch size divisible by {stride}.')
     pad_left, _ = _axis_padding(conv, axis)
     rows, taps = torch.arange(patch // stride, device='cpu'), torch.arange(kernel, device='cpu')
     pixels = rows[:, None] * stride + taps * dilation - pad_left

@@ -12,7 +12,6 @@ from .errors import CheckpointError, VerificationError
 from .files import PathLike, check_destination, local_path
 from .images import NUM_NOISE_IMAGES, choose_images
 from .models import CmhsaConv
-from .rel_pos import precise_dtype
 
 MAX_ERROR = 1e-4  # of the logits and of a layer, relative to the largest value
 MAX_REAL_IMAGES = 64
@@ -57,7 +56,7 @@ def convert_checkpoint(
         raise CheckpointError(f'{dst} is the source, or one holds the other: choose another destination.')
     checkpoint = Checkpoint.read(src, use_ema)
     model, heads = _phase1_model(checkpoint, options, model_kwargs or {})
-    model = model.to(precise_dtype(next(model.parameters()).dtype))
+    model = model.to(torch.promote_types(next(model.parameters()).dtype, torch.float32))
     converted, heads = convert_with(model, architecture, heads)
 
     pixels, *_ = choose_images(None, converted, NUM_NOISE_IMAGES)

@@ -17,7 +17,7 @@ from .construction import Head, HeadOptions, plan_heads, rewrite
 from .errors import text_table
 from .layers import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
 from .models import HEADS, CmhsaAttn, CmhsaConv, registered_variant
-from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness, precise_dtype
+from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness
 
 BATCH_SIZE = 8
 DEFAULT_PEAK = 0.75
@@ -52,36 +52,31 @@ def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads:
 @torch.no_grad()
 def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOptions) -> Tuple[CmhsaAttn, HeadOptions]:
     """Rewrite a phase-1 model, see `convert_model`; return it with the options without gaps."""
-    source = _plain_model(model)
+    source = copy.deepcopy(_plain_model(model))
     architecture, options, heads = _complete(source, architecture, options)
-    dtype = next(source.parameters()).dtype
-    if options.peak is not None and dtype != precise_dtype(dtype):
-        source = copy.deepcopy(source).to(precise_dtype(dtype))
+    if options.peak is not None:
+        source.to(torch.promote_types(next(source.parameters()).dtype, torch.float32))
     generator = torch.Generator().manual_seed(0)
     layers = [rewrite(mixer.conv, mixer.patch_size, mixer.grid_size, options, generator, heads)
               for mixer in (block.attn for block in source.blocks)]
-    converted = _empty_model(source, architecture, layers[0])
+    args, cfg = source.model_args(), getattr(source, 'pretrained_cfg', None) or {}
+    del args['kernel_size']
+    overlay = {key: cfg[key] for key in DATA_KEYS if cfg.get(key) is not None}
+    overlay.update(input_size=(source.in_chans, *source.patch_embed.img_size), num_classes=source.num_classes)
+    converted: CmhsaAttn = timm.create_model(
+        architecture, **args, **source.drop_rates, **layers[0].args(), pretrained_cfg_overlay=overlay,
+        device=torch.device('meta'))
     proj, weight = converted.patch_embed.proj, next(source.parameters())
-    for name, child in copy.deepcopy(source).named_children():
+    for name, child in source.named_children():
         setattr(converted, name, child)
     for block, attn in zip(converted.blocks, layers):
         attn.attn_drop, attn.proj_drop = nn.Dropout(source.drop_rates['attn_drop_rate']), block.attn.proj_drop
         block.attn = attn
-    if isinstance(proj, nn.Conv2d):
+    if not source.stem:
         converted.patch_embed.proj = proj.to_empty(device=weight.device).to(weight.dtype)
         init_patch_identity(proj)
     converted.set_grad_checkpointing(source.grad_checkpointing)
     return converted.requires_grad_(True).train(source.training), options
-
-
-def _empty_model(model: CmhsaConv, architecture: str, attn: RelPosAttention) -> CmhsaAttn:
-    """Return a phase-2 model with such attention and everything else as in phase 1, on the meta device."""
-    args, source = model.model_args(), getattr(model, 'pretrained_cfg', None) or {}
-    args.pop('kernel_size')
-    overlay = {key: source[key] for key in DATA_KEYS if source.get(key) is not None}
-    overlay.update(input_size=(model.in_chans, *model.patch_embed.img_size), num_classes=model.num_classes)
-    args.update(model.drop_rates, **attn.args())
-    return timm.create_model(architecture, **args, pretrained_cfg_overlay=overlay, device=torch.device('meta'))
 
 
 def _plain_model(model: nn.Module) -> CmhsaConv:
@@ -101,12 +96,11 @@ def _plain_model(model: nn.Module) -> CmhsaConv:
             raise ValueError(
                 f'{name or "the model"} has hooks, a replaced method or another class, which the rewrite would drop: '
                 'convert the model as timm.create_model makes it.')
-    first, *others = (block.attn.conv for block in model.blocks)
+    first = model.blocks[0].attn.conv
     if first.padding_mode != 'zeros':  # the offsets around the image depend on its size
         raise ValueError(f'padding_mode={first.padding_mode!r} was set by hand: only zero padding converts.')
-    for conv in others:
-        if conv.extra_repr() != first.extra_repr():
-            raise ValueError(f'The convolutions differ: one has ({first.extra_repr()}), another ({conv.extra_repr()}).')
+    if any(block.attn.conv.extra_repr() != first.extra_repr() for block in model.blocks):
+        raise ValueError(f'The convolutions differ: make all like the first one, ({first.extra_repr()}).')
     return model
 
 
@@ -134,7 +128,7 @@ def _complete(
         usual = defaults.qk_dim or (WIDE_QK_DIM if defaults.head_dim is None else THIN_QK_DIM)
         qk_dim = min(usual, head_dim) if options.head_dim is None else default_qk_dim(dim, head_dim)
     if sharpness is None:
-        sharpness = exact_sharpness(math.prod(mixer.grid_size), precise_dtype(mixer.conv.weight.dtype))
+        sharpness = exact_sharpness(math.prod(mixer.grid_size), mixer.conv.weight.dtype)
     if rel_pos is None:
         rel_pos = RelPosTable.name if peak is None else PaddedRelPosTable.name
     if not any(head.is_soft for head in heads):

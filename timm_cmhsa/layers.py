@@ -1,16 +1,12 @@
-"""Images as tokens, and back: a token is a flattened patch, or a pixel of a convolutional stem's output.
-
-Also the layers that need the grid of tokens: phase 1's token mixer, a convolution over the image, and a depthwise MLP.
-"""
+"""Images as tokens, and back; stems; phase 1's token mixer, a convolution over the image; depthwise MLPs."""
 import math
 import re
 from numbers import Integral
-from typing import Any, Final, Optional, Tuple, Union
+from typing import Any, Optional, Tuple, Union
 
 import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, ConvNormAct, create_conv2d, to_2tuple
-from timm.models import register_notrace_function
 from torch import nn
 
 Size2d = Union[int, Tuple[int, int]]
@@ -19,7 +15,6 @@ Mask = Optional[torch.Tensor]  # (..., N, N): which keys a query may attend to, 
 
 # Keep these functions as leaves for FX: they branch on traced values.
 @torch.fx.wrap
-@register_notrace_function
 def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
     """Cut images into flattened patches, row by row; within a patch the channel varies fastest (Section 2.2).
 
@@ -44,7 +39,6 @@ def patchify(images: torch.Tensor, patch_size: Size2d) -> torch.Tensor:
 
 
 @torch.fx.wrap
-@register_notrace_function
 def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> torch.Tensor:
     """Put flattened patches back together as images; the inverse of `patchify`.
 
@@ -72,13 +66,8 @@ def unpatchify(tokens: torch.Tensor, patch_size: Size2d, grid_size: Size2d) -> t
 
 
 @torch.fx.wrap
-@register_notrace_function
 def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-    """Return the tokens of a mixer that has no attention to mask.
-
-    Raises:
-        ValueError: If there is a mask.
-    """
+    """Return the tokens of a mixer that has no attention to mask. Raise ValueError if there is a mask."""
     if attn_mask is not None or is_causal:
         raise ValueError('Convolutions and hard heads have no attention to mask: leave out attn_mask and is_causal.')
     return x
@@ -86,13 +75,11 @@ def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = 
 
 def check_divisible(img_size: Size2d, patch_size: Size2d) -> None:
     """Raise ValueError if an image, H x W pixels, cannot be cut into whole patches."""
-    for name, sides in (('img_size', to_2tuple(img_size)), ('patch_size', to_2tuple(patch_size))):
-        if len(sides) != 2 or not all(isinstance(side, Integral) for side in sides):
-            raise ValueError(f'{name}={sides} must be one or two whole numbers, height and width.')
-    for size, patch in zip(to_2tuple(img_size), to_2tuple(patch_size)):
-        if patch < 1 or size < patch or size % patch:
-            raise ValueError(
-                f'img_size={img_size} is not divisible by patch_size={patch_size}: use a multiple of the patch size.')
+    sizes, patches = to_2tuple(img_size), to_2tuple(patch_size)
+    if len(sizes) != 2 or len(patches) != 2 or not all(isinstance(side, Integral) for side in (*sizes, *patches)):
+        raise ValueError(f'{img_size=} and {patch_size=} must be one or two whole numbers, height and width.')
+    if any(patch < 1 or size < patch or size % patch for size, patch in zip(sizes, patches)):
+        raise ValueError(f'{img_size=} is not divisible by {patch_size=}: use a multiple of the patch size.')
 
 
 class PatchReshape(nn.Module):
@@ -115,9 +102,8 @@ class PatchReshape(nn.Module):
 @torch.no_grad()
 def init_patch_identity(proj: nn.Conv2d) -> None:
     """Make a patch projection, of weight (d, in_chans, P_h, P_w), compute the same as phase 1's reshape."""
-    embed_dim, in_chans, *patch_size = proj.weight.shape
-    one_hot_tokens = torch.eye(embed_dim, device=proj.weight.device, dtype=proj.weight.dtype).unsqueeze(1)
-    proj.weight.copy_(unpatchify(one_hot_tokens, (patch_size[0], patch_size[1]), (1, 1))[:, :in_chans])
+    one_hot_tokens = torch.eye(len(proj.weight), device=proj.weight.device).unsqueeze(1)
+    proj.weight.copy_(unpatchify(one_hot_tokens, (proj.kernel_size[0], proj.kernel_size[1]), 1)[:, :proj.in_channels])
     if proj.bias is not None:
         nn.init.zeros_(proj.bias)
 
@@ -125,25 +111,12 @@ def init_patch_identity(proj: nn.Conv2d) -> None:
 class PatchConv2d(nn.Module):
     """Phase 1's token mixer: a convolution over the whole image, with zero padding that keeps its size.
 
-    Maps tokens of shape (B, N, P * P * C) to the same shape.
+    Maps tokens of shape (B, N, P * P * C) to the same shape. The kernel must be odd, or else the size would change.
     """
-    patch_size: Final[Tuple[int, int]]
 
     def __init__(
             self, dim: int, patch_size: Size2d, grid_size: Size2d, kernel_size: Size2d = 3, proj_drop: float = 0.,
             **dd: Any) -> None:
-        """
-        Args:
-            dim: Token width, P * P * C.
-            patch_size: Pixels per patch side.
-            grid_size: Patches per image side.
-            kernel_size: Kernel of the convolution, odd.
-            proj_drop: Dropout rate of the output.
-            **dd: Device and dtype.
-
-        Raises:
-            ValueError: If the kernel is even, which would change the image size.
-        """
         super().__init__()
         kernel_h, kernel_w = to_2tuple(kernel_size)
         if kernel_h % 2 == 0 or kernel_w % 2 == 0:
@@ -151,8 +124,7 @@ class PatchConv2d(nn.Module):
         self.patch_size = to_2tuple(patch_size)
         self.grid_size = to_2tuple(grid_size)
         chans = dim // math.prod(self.patch_size)
-        padding = (kernel_h // 2, kernel_w // 2)
-        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=padding, **dd)
+        self.conv = nn.Conv2d(chans, chans, (kernel_h, kernel_w), padding=(kernel_h // 2, kernel_w // 2), **dd)
         self.proj_drop = nn.Dropout(proj_drop)
 
     def set_grid_size(self, grid_size: Tuple[int, int]) -> None:
@@ -167,21 +139,12 @@ class PatchConv2d(nn.Module):
 class ConvStem(nn.Sequential):
     """Convolutions before the tokens (arXiv 2104.05704, 2106.14881): 3 x 3, each with batch norm and activation.
 
-    Maps images (B, in_chans, H, W) to (B, width, H / reduction, W / reduction).
+    Maps images (B, in_chans, H, W) to (B, width, H / reduction, W / reduction). The text `stem` has the width of every
+    convolution, with a 'p' where a max pooling by 2 follows, as after the last: '32p-96p'. It is right after the
+    convolution, so that norm and activation have less to do.
     """
 
     def __init__(self, stem: str, in_chans: int = 3, act_layer: Any = nn.GELU, **dd: Any) -> None:
-        """
-        Args:
-            stem: Width of every convolution, with a 'p' where a max pooling by 2 follows, as after the last: '32p-96p'.
-                It is right after the convolution, so that norm and activation have less to do.
-            in_chans: Number of image channels.
-            act_layer: Activation layer.
-            **dd: Device and dtype.
-
-        Raises:
-            ValueError: If the stem is no such text.
-        """
         if not isinstance(stem, str) or not re.fullmatch(r'([1-9][0-9]*p?-)*[1-9][0-9]*p', stem):
             raise ValueError(f"{stem=}: give widths, such as '24-48p-96p', where p pools by 2, as the last must.")
         super().__init__()

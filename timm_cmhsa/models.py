@@ -8,7 +8,7 @@ self-attention with relative position bias. Otherwise both are timm's `VisionTra
 position embedding, with global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type, TypeVar
+from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -78,16 +78,16 @@ class Cmhsa(VisionTransformer):
         if mlp_layer not in MLP_LAYERS:
             raise ValueError(f'mlp_layer={mlp_layer!r} must be one of {", ".join(MLP_LAYERS)}.')
         if not stem and in_chans > hidden_chans:
-            raise ValueError(
-                f'in_chans={in_chans} image channels do not fit into hidden_chans={hidden_chans} token channels: '
-                f'set hidden_chans to {in_chans} or more.')
+            raise ValueError(f'{in_chans=} do not fit into {hidden_chans=}: set hidden_chans to {in_chans} or more.')
         embed_dim = hidden_chans * (1 if stem else math.prod(to_2tuple(patch_size)))
         self.stem = stem  # timm's constructor calls init_weights
+        self.drop_rates = dict(
+            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
+            drop_path_rate=drop_path_rate)
         super().__init__(
             img_size=img_size, patch_size=patch_size, in_chans=in_chans, embed_dim=embed_dim, num_classes=num_classes,
             global_pool=global_pool, fc_norm=fc_norm, depth=depth, mlp_ratio=mlp_ratio, init_values=init_values,
-            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, drop_path_rate=drop_path_rate,
-            norm_layer=norm_layer, act_layer=act_layer, mlp_layer=MLP_LAYERS[mlp_layer],
+            norm_layer=norm_layer, act_layer=act_layer, mlp_layer=MLP_LAYERS[mlp_layer], **self.drop_rates,
             num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
             class_token=False, pos_embed='none', device=device, dtype=dtype)
@@ -101,12 +101,8 @@ class Cmhsa(VisionTransformer):
             proj = ConvStem(stem, in_chans, act_layer or nn.GELU, device=device, dtype=dtype)
             if (to_2tuple(proj.reduction), proj.width) != (to_2tuple(patch_size), hidden_chans):
                 raise ValueError(
-                    f'{stem=} makes {proj.width} channels of {proj.reduction} x {proj.reduction} pixels: use '
-                    f'hidden_chans={proj.width} and patch_size={proj.reduction}.')
+                    f'{stem=} makes other tokens: use hidden_chans={proj.width} and patch_size={proj.reduction}.')
             self.patch_embed.proj = proj
-        self.drop_rates = dict(
-            drop_rate=drop_rate, proj_drop_rate=proj_drop_rate, attn_drop_rate=attn_drop_rate,
-            drop_path_rate=drop_path_rate)
         self._set_grid_size()
 
     def model_args(self) -> Dict[str, Any]:
@@ -127,8 +123,7 @@ class Cmhsa(VisionTransformer):
         """
         if patch_size is not None and to_2tuple(patch_size) != self.patch_embed.patch_size:
             raise ValueError(
-                f'patch_size={patch_size} would change the width of a token from {self.embed_dim}: '
-                f'create a new model with that patch_size instead.')
+                f'{patch_size=} would change the width of a token from {self.embed_dim}: create a new model instead.')
         if img_size is not None:
             check_divisible(img_size, self.patch_embed.patch_size)
         super().set_input_size(img_size=None if img_size is None else to_2tuple(img_size))
@@ -148,18 +143,13 @@ class Cmhsa(VisionTransformer):
         return x  # There is none to add, and timm's method fails for an empty batch.
 
 
-T = TypeVar('T', bound=Cmhsa)
-
-
 class CmhsaConv(Cmhsa):
-    """Phase 1: every attention replaced by a K x K convolution over the whole image. Raw patches are not projected."""
+    """Phase 1: every attention replaced by a K x K convolution over the whole image. Raw patches are not projected.
+
+    `kernel_size` is K, odd, or two such numbers. All other arguments are those of `Cmhsa`.
+    """
 
     def __init__(self, *, kernel_size: Size2d = 3, **kwargs: Any) -> None:
-        """
-        Args:
-            kernel_size: Kernel of the convolutions, odd.
-            **kwargs: See `Cmhsa`.
-        """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         if not self.stem:
@@ -174,17 +164,15 @@ class CmhsaConv(Cmhsa):
 
 
 class CmhsaAttn(Cmhsa):
-    """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn."""
+    """Phase 2: multi-head self-attention with relative position bias, the patch projection free to learn.
+
+    The arguments from `num_heads` to `hard_attn` are those of `RelPosAttention`, all others those of `Cmhsa`.
+    """
 
     def __init__(
             self, *, num_heads: int = 9, head_dim: Optional[int] = None, qk_dim: Optional[int] = None,
             qkv_bias: bool = True, rel_pos: str = 'table', padding: Optional[Size2d] = None, hard_attn: bool = False,
             **kwargs: Any) -> None:
-        """
-        Args:
-            num_heads, head_dim, qk_dim, qkv_bias, rel_pos, padding, hard_attn: See `RelPosAttention`.
-            **kwargs: See `Cmhsa`.
-        """
         super().__init__(**kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:
@@ -263,8 +251,8 @@ def _grid_of_table(model: Cmhsa, table_length: int, padding: Grid) -> Optional[G
 
 
 def create_cmhsa(
-        cls: Type[T], variant: str, pretrained: bool, kwargs: Dict[str, Any],
-        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn, **defaults: Any) -> T:
+        cls: Type[Cmhsa], variant: str, pretrained: bool, kwargs: Dict[str, Any],
+        filter_fn: Callable[..., Dict[str, torch.Tensor]] = checkpoint_filter_fn, **defaults: Any) -> Any:
     """Build a registered model; `kwargs` overrule the variant's `defaults` and `HEADS`."""
     args = {**HEADS.get(variant, {}), **defaults, **kwargs}
     first_conv = 'patch_embed.proj.0' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'

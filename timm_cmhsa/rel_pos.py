@@ -1,8 +1,4 @@
-"""Relative position biases: what a head adds to an attention score for the offset between key and query.
-
-The zero key is one more key than there are patches, with a zero key and a zero value. Its bias is a learned number per
-head (`RelPosTable`), or also stands for a ring of padding around the grid (`PaddedRelPosTable`).
-"""
+"""Relative position biases: what a head adds to the score of an offset between key and query, and of the zero key."""
 import math
 from typing import Any, List, Optional, Tuple
 
@@ -10,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
 from timm.layers.attention import resolve_self_attn_mask
-from timm.models import register_notrace_function
 from torch import nn
 
 from .layers import Mask, Size2d
@@ -21,7 +16,6 @@ BIAS_SCALE = 30.  # of a padded table, see there
 
 
 @torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
-@register_notrace_function
 def add_attn_mask(attn_bias: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
     """Add a mask over N keys to a bias over N or N + 1 keys. The zero key, which comes last, is never masked."""
     mask = resolve_self_attn_mask(attn_bias.shape[-2], attn_bias, attn_mask, is_causal)
@@ -35,9 +29,7 @@ class OffsetRelPos(nn.Module):
 
     Keys are the patches, then those of a ring of padding around the grid: (h + 2 pad_h) * (w + 2 pad_w) in all.
     """
-    name: str
     depends_on_queries = False
-    grid_size: Grid
     offsets: torch.Tensor  # all of them, key minus query, from (h + pad_h - 1, w + pad_w - 1) down to the opposite
     position: torch.Tensor  # of every key; position[query] - position[key] + a constant numbers the offset
 
@@ -48,17 +40,16 @@ class OffsetRelPos(nn.Module):
 
     def _register_offsets(self, device: Any) -> None:
         (height, width), (pad_h, pad_w) = self.grid_size, self.padding
-        rows = torch.arange(1 - height - pad_h, height + pad_h, device=device)
-        cols = torch.arange(1 - width - pad_w, width + pad_w, device=device)
-        offsets = torch.stack(torch.meshgrid(-rows, -cols, indexing='ij'), dim=-1).flatten(0, 1)
+        rows = torch.arange(height + pad_h - 1, -height - pad_h, -1, device=device)
+        cols = torch.arange(width + pad_w - 1, -width - pad_w, -1, device=device)
+        self.register_buffer('offsets', torch.cartesian_prod(rows, cols), persistent=False)
         rows, cols = (torch.arange(-pad, size + pad, device=device) for pad, size in zip(self.padding, self.grid_size))
         position = rows[:, None] * (2 * (width + pad_w) - 1) + cols
         above, middle, below = position.split([pad_h, height, pad_h])
         left, patches, right = middle.split([pad_w, width, pad_w], dim=1)
-        parts = patches, above, below, left, right
         # An index of all pairs would be larger than the model for feature maps of thousands of pixels.
-        self.register_buffer('offsets', offsets, persistent=False)
-        self.register_buffer('position', torch.cat([part.flatten() for part in parts]), persistent=False)
+        position = torch.cat([part.flatten() for part in (patches, above, below, left, right)])
+        self.register_buffer('position', position, persistent=False)
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
         self.init_non_persistent_buffers()
@@ -88,10 +79,9 @@ class OffsetRelPos(nn.Module):
         return bias.index_select(1, index.flatten()).view(1, bias.shape[0], index.shape[0], index.shape[1])
 
     def get_bias(self, q: Optional[torch.Tensor] = None) -> torch.Tensor:
-        """Return what is added to the scores: (1, num_heads, N, N), or N + 1 keys with the zero key last.
+        """Return what is added to the scores: (B or 1, num_heads, N, N), or N + 1 keys with the zero key last.
 
-        Args:
-            q: Queries, (B, num_heads, N, qk_dim), for encodings that depend on them.
+        Queries, (B, num_heads, N, qk_dim), are for encodings that depend on them.
         """
         return self.pair_bias()
 
@@ -148,9 +138,8 @@ class RelPosTable(OffsetRelPos):
 class PaddedRelPosTable(RelPosTable):
     """A table of biases whose zero key stands for a ring of zero padding around the grid.
 
-    Every query then sees the same number of keys, so a head with bias M at one offset and 0 at all others gives its
-    offset the same weight everywhere, at the borders too. That makes the rewrite of a convolution exact at any M (see
-    docs/theory.md). The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number.
+    The bias of the zero key is the logsumexp of the biases over the ring, plus a learned number. Every query then sees
+    as many keys, which makes the rewrite of a convolution exact at any bias (see docs/theory.md).
 
     Biases have to change much more than weights, and Adam's steps are the same for both. So the bias is the table times
     `bias_scale`. Checkpoints hold that, and the size of the ring, which the length of the table alone does not tell.
@@ -215,11 +204,7 @@ class PaddedRelPosTable(RelPosTable):
 
 def create_rel_pos(
         name: str, grid_size: Grid, num_heads: int, padding: Optional[Size2d] = None, **dd: Any) -> RelPosTable:
-    """Create a relative position bias, 'table' or 'padded_table', with one patch of padding by default.
-
-    Raises:
-        ValueError: If the name is unknown, or the padding does not fit it.
-    """
+    """Create a relative position bias, 'table' or 'padded_table', the latter with one patch of padding by default."""
     if name == RelPosTable.name and padding is None:
         return RelPosTable(grid_size, num_heads, **dd)
     if name != PaddedRelPosTable.name:
@@ -231,13 +216,8 @@ def create_rel_pos(
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:
-    """Return the sharpness at which a hard head's leak to other patches is a rounding error.
+    """Return the sharpness at which a hard head's leak to other patches is a rounding error, of float32 at least.
 
     At a border a head puts exp(M / 2) on the zero key and 1 on each of the N patches: M = 2 ln(N / eps).
     """
-    return 2 * math.log(num_tokens / torch.finfo(dtype).eps)
-
-
-def precise_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype, or float32 for half precision."""
-    return torch.promote_types(dtype, torch.float32)
+    return 2 * math.log(num_tokens / torch.finfo(torch.promote_types(dtype, torch.float32)).eps)

@@ -24,11 +24,9 @@ def hard_offsets(attn: Any) -> List[Optional[Offset]]:
     A head is hard if its queries are zero, so that scores are biases alone, and its biases give all but `MAX_LEAK` of
     the attention to one offset, or to the zero key where that offset lies outside the image.
     """
-    rel_pos, num_heads = attn.rel_pos, attn.num_heads
-    query = attn.qkv.weight[:num_heads * attn.qk_dim].cpu().unflatten(0, (num_heads, -1))
-    is_hard = ~query.flatten(1).any(dim=1)
-    if attn.qkv.bias is not None:
-        is_hard &= ~attn.qkv.bias[:num_heads * attn.qk_dim].cpu().view(num_heads, -1).any(dim=1)
+    rel_pos = attn.rel_pos
+    queries = [parameter[:attn.widths[0]].cpu().reshape(attn.num_heads, -1) for parameter in attn.qkv.parameters()]
+    is_hard = ~torch.cat(queries, dim=1).any(dim=1)
     bias, zero_key = rel_pos.offset_bias().cpu().double(), rel_pos.zero_key_bias.cpu().double()
     (best, second), (index, _) = F.pad(bias, [0, 0, 0, 1], value=-math.inf).topk(2, dim=0)  # there may be one offset
     offsets = rel_pos.offsets.cpu()[index]
@@ -85,18 +83,15 @@ class HardAttention(nn.Module):
 
     def __init__(self, attn: Any, offsets: List[Optional[Offset]]) -> None:
         super().__init__()
-        used = [head for head, offset in enumerate(offsets) if offset is not None]
-        self.grid_size = attn.grid_size
-        value, bias = attn.value_weight()
-        self.value = frozen_linear(
-            value.unflatten(0, (attn.num_heads, -1))[used].flatten(0, 1),
-            None if bias is None else bias.view(attn.num_heads, -1)[used].flatten())
-        self.shifts = HeadShifts([offsets[head] for head in used], attn.head_dim, attn.grid_size)
-        proj = attn.proj.weight.unflatten(1, (attn.num_heads, -1))[:, used].flatten(1)
-        self.proj = frozen_linear(proj, attn.proj.bias)
+        weight, bias = attn.value_weight()
+        is_used = torch.tensor([offset is not None for offset in offsets], device=weight.device)
+        is_used = is_used.repeat_interleave(attn.head_dim)
+        self.value = frozen_linear(weight[is_used], None if bias is None else bias[is_used])
+        self.shifts = HeadShifts([offset for offset in offsets if offset is not None], attn.head_dim, attn.grid_size)
+        self.proj = frozen_linear(attn.proj.weight[:, is_used], attn.proj.bias)
 
     def set_grid_size(self, grid_size: Grid) -> None:
-        self.grid_size = self.shifts.grid_size = grid_size
+        self.shifts.grid_size = grid_size
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         x = reject_attn_mask(x, attn_mask, is_causal)
