@@ -6,7 +6,6 @@ import safetensors.torch
 import timm
 import torch
 from helpers import decayed
-from timm.utils import reparameterize_model
 
 import timm_cmhsa
 from timm_cmhsa import CheckpointError, attend_convs, load_model
@@ -66,8 +65,6 @@ def test_what_cannot_be_built_anew_is_not_saved(model, tmp_path):
     model.base_args = {}
     with pytest.raises(CheckpointError, match='needs a folder'):
         Checkpoint.of(model).write(tmp_path / 'model.safetensors')
-    with pytest.raises(CheckpointError, match='was reparameterized for inference'):
-        Checkpoint.of(reparameterize_model(model))
 
 
 def test_it_goes_to_the_hub_and_back(model, hub):

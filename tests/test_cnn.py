@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import attend_convs, attention_maps
 from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d, attention_summary
-from timm_cmhsa.grouped import GroupedAttention, HardGroupedAttention
+from timm_cmhsa.grouped import GroupedAttention
 
 
 def resnet(**kwargs):
@@ -96,7 +96,7 @@ def convolutions(draw, kind, groups):
 @settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_convolution_is_replaced_exactly(kind, groups, data):
-    """As attention, and if heads look at one offset also as shifts, for training and for inference."""
+    """As attention, and if heads look at one offset also as shifts."""
     conv, size, patch_size, peak = data.draw(convolutions(kind, groups))
     x = torch.randn(2, conv.in_channels, *size)
     expected = conv(x)
@@ -109,9 +109,6 @@ def test_every_convolution_is_replaced_exactly(kind, groups, data):
         assert attn.proj.weight.numel() == attn.num_heads * pixels * conv.weight.flatten(2)[..., 0].numel()
     outputs = [model(x)]
     if peak is None and kind != 'circular':
-        attn.set_hard_attn()
-        outputs.append(model(x))
-        attn.set_hard_attn(False)
         outputs.append(timm.utils.reparameterize_model(model)(x))
     for actual in outputs:
         assert actual.shape == expected.shape
@@ -142,7 +139,7 @@ def test_depthwise_attention_learns(peak):
 
 @pytest.mark.skipif(torch.__version__ < '2.7', reason='torch.export of 2.6 takes the batch for a constant')
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')
-@pytest.mark.parametrize('form', ['soft', 'shifts', 'inference'])
+@pytest.mark.parametrize('form', ['soft', 'shifts'])
 def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):
     model = depthwise(0.75 if form == 'soft' else None)
     x = torch.randn(2, 3, 7, 7)
@@ -151,11 +148,8 @@ def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):
     assert maps.weights.shape == (2, model[1].attn.num_heads, 49, 49)
     torch.testing.assert_close(maps.weights.sum(dim=-1) + maps.zero_key, torch.ones_like(maps.zero_key))
     if form == 'shifts':
-        model[1].attn.set_hard_attn()
-    if form == 'inference':
         model = timm.utils.reparameterize_model(model)
-        assert isinstance(model[1].attn, HardGroupedAttention)
-        assert not any(parameter.requires_grad for parameter in model[1].parameters())
+        assert model[1].attn.shifts is not None
     torch.compiler.reset()
     torch.save(model, tmp_path / 'model.pt')
     others = [
@@ -217,7 +211,6 @@ def test_summary_lists_layers_and_their_cost(caplog):
     assert '1 of 32' in last
     assert total.startswith('2 in all')
     assert attention_summary(model) in caplog.text
-    assert '\n0 in all' in attention_summary(timm.utils.reparameterize_model(model))
 
 
 @pytest.mark.parametrize('side', [2, 8])

@@ -83,13 +83,12 @@ def test_rewrite_is_exact(dtype, kwargs, fused):
 
 
 @pytest.mark.parametrize('dtype', [torch.float32, *HALF])
-@pytest.mark.parametrize('form', ['wide', 'soft', 'hard', 'inference'])
+@pytest.mark.parametrize('form', ['wide', 'soft', 'hard'])
 def test_a_converted_model_agrees(form, dtype):
     model = timm.create_model('cmhsa_conv_k5', num_classes=10, depth=3).to(DEVICE).eval()
     converted = convert_model(model, 'cmhsa_attn_soft' if form == 'soft' else 'cmhsa_attn')
     if form == 'hard':
-        converted.set_hard_attn()
-    converted = reparameterize_model(converted) if form == 'inference' else converted
+        converted = reparameterize_model(converted)
     images = torch.randn(4, 3, 224, 224, device=DEVICE)
     with torch.no_grad(), autocast(dtype):
         assert distance(converted(images), model(images)) <= 3 * TOLERANCE[dtype]
@@ -172,16 +171,14 @@ def test_every_parameter_learns_by_amp(form, dtype):
 
 # Last, since compiling takes long.
 @pytest.mark.parametrize('training', [False, True], ids=['eval', 'train'])
-@pytest.mark.parametrize('form', [*FORMS, 'inference', 'CNN'])
+@pytest.mark.parametrize('form', [*FORMS, 'CNN'])
 def test_compile(form, training):
     if form == 'CNN':
         model, images = timm.create_model('test_resnet', num_classes=10), torch.randn(4, 3, 32, 32, device=DEVICE)
         attend_convs(model.to(DEVICE), ['*'], (3, 32, 32))
     else:
-        model, images = create('hard' if form == 'inference' else form)
+        model, images = create(form)
     model.train(training)
-    if form == 'inference':
-        model = reparameterize_model(model)
     compiled = torch.compile(model, fullgraph=True)
     if training:
         assert distance(gradient(compiled, images), gradient(model, images)) <= 1e-4

@@ -6,7 +6,6 @@ import timm
 import torch
 from helpers import images_for, max_error
 from timm.layers import set_fused_attn
-from timm.utils import reparameterize_model
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
 
@@ -18,7 +17,6 @@ FORMS = {
     'hybrid, phase 1': ('test_cmhsa_conv_k3', HYBRID),
     'hybrid': ('test_cmhsa_attn', dict(HYBRID, qk_dim=8, rel_pos='padded_table')),
     'hard': ('test_cmhsa_attn', dict(hard_attn=True)),
-    'inference': ('test_cmhsa_attn', dict(hard_attn=True)),
 }
 all_forms = pytest.mark.parametrize('form', FORMS)
 both = pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
@@ -34,7 +32,7 @@ def create(form, fused=True, depth=2, **kwargs):
     for parameter in model.parameters():
         if id(parameter) not in hard:
             nn.init.normal_(parameter, std=0.1)
-    return reparameterize_model(model) if form == 'inference' else model
+    return model
 
 
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')  # checks of shapes become constants

@@ -1,7 +1,6 @@
 """Hard heads computed as shifts, for training and for inference."""
 import copy
 import itertools
-from functools import partial
 
 import pytest
 import timm
@@ -16,7 +15,7 @@ import timm_cmhsa
 from timm_cmhsa import conv2d_to_attention, patchify
 from timm_cmhsa.attention import RelPosAttention
 from timm_cmhsa.checkpoint import Checkpoint
-from timm_cmhsa.shifts import HardAttention, hard_offsets, shift_tokens
+from timm_cmhsa.shifts import hard_offsets, shift_tokens
 
 IMAGES = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 pairs = st.tuples(*[st.integers(1, 4)] * 2)
@@ -57,9 +56,6 @@ def test_the_rewrite_of_a_convolution_is_all_hard(
     attn = conv2d_to_attention(conv, 2, grid, head_dim=head_dim, rel_pos=rel_pos).eval()
     images = torch.randn(2, 2, 2 * grid[0], 2 * grid[1]).double()
     expected = patchify(conv(images), 2 // stride)
-    fused = attn.fuse()
-    assert isinstance(fused, HardAttention) == attn.used_heads().any() == scale
-    torch.testing.assert_close(fused(patchify(images, 2)), expected, atol=1e-12, rtol=0)
     attn.set_hard_attn()
     torch.testing.assert_close(attn(patchify(images, 2)), expected, atol=1e-12, rtol=0)
 
@@ -164,23 +160,16 @@ def test_a_trained_hard_model_is_attention_as_well(kwargs, tmp_path):
 
 @hard_models
 def test_shifts_compute_the_same_at_any_size(kwargs):
-    """In training, and in the form for inference, which is smaller."""
-    model, hard = converted(**kwargs), converted(**kwargs)
-    hard.set_hard_attn()
-    fused = reparameterize_model(model)
-    for block, other in zip(fused.blocks, model.blocks):
-        assert isinstance(block.attn, HardAttention)
-        assert not any(parameter.requires_grad for parameter in block.attn.parameters())
-        sizes = [sum(p.numel() for p in each.attn.parameters()) for each in (block, other)]
-        assert sizes[0] < 0.9 * sizes[1]
+    model = converted(**kwargs)
+    hard = reparameterize_model(model)
     for size in ((40, 24), (64, 64), (8, 8), (32, 32)):
-        for each in (model, hard, fused):
+        for each in (model, hard):
             each.set_input_size(size)
         assert all(block.attn.shifts is not None for block in hard.blocks)
+        assert all(block.attn.shifts is None for block in model.blocks)
         for count in (0, 1, 3):
             images = images_for(model, count)
-            for each in (hard, fused):
-                torch.testing.assert_close(each(images), model(images), atol=1e-5, rtol=0)
+            torch.testing.assert_close(hard(images), model(images), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(('name', 'kwargs'), [
@@ -219,7 +208,7 @@ def test_soft_heads_are_refused_and_the_model_stays_as_it_was():
     model = converted()
     model.blocks[1].attn.rel_pos.point_head(0, [(0, 0)], 1.)
     expected = model(IMAGES)
-    assert isinstance(reparameterize_model(model).blocks[1].attn, RelPosAttention)
+    assert [block.attn.shifts is None for block in reparameterize_model(model).blocks] == [False, True]
     with pytest.raises(ValueError, match='1 of 9 heads do not'):
         model.set_hard_attn()
     assert all(parameter.requires_grad for parameter in model.parameters())
@@ -234,16 +223,9 @@ def test_what_shifts_cannot_do_is_refused():
     with pytest.raises(ValueError, match='use attn_drop_rate=0'):
         timm.create_model('test_cmhsa_attn', hard_attn=True, attn_drop_rate=0.1)
     model = timm.create_model('test_cmhsa_attn', hard_attn=True)
-    fused = reparameterize_model(model)
-    one_layer = copy.deepcopy(model)
-    one_layer.blocks[0].attn = fused.blocks[0].attn
-    for attempt in (fused.set_hard_attn, fused.model_args, partial(Checkpoint.of, one_layer)):
-        with pytest.raises(ValueError, match='use its source'):
-            attempt()
-    for each in (model, fused):
-        for mask in (dict(is_causal=True), dict(attn_mask=torch.zeros(64, 64))):
-            with pytest.raises(ValueError, match='no attention to mask'):
-                each.blocks[0].attn(torch.randn(1, 64, 48), **mask)
+    for mask in (dict(is_causal=True), dict(attn_mask=torch.zeros(64, 64))):
+        with pytest.raises(ValueError, match='no attention to mask'):
+            model.blocks[0].attn(torch.randn(1, 64, 48), **mask)
 
 
 @pytest.mark.parametrize('weights_first', [False, True])

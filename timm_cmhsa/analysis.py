@@ -51,8 +51,8 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
         found = {type(each).__name__ for each in model.modules() if hasattr(each, 'attn_drop')}  # timm's attention
         raise PlotError(
             f'{type(model).__name__} has no attention that can be drawn (found: {", ".join(sorted(found)) or "none"}): '
-            'use a phase-2 model (convert_model, not yet reparameterized), a CNN after attend_convs, or a '
-            'VisionTransformer, VisionTransformerRelPos or Beit of timm.')
+            'use a phase-2 model (convert_model), a CNN after attend_convs, or a VisionTransformer, '
+            'VisionTransformerRelPos or Beit of timm.')
     return layers
 
 

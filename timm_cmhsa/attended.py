@@ -6,8 +6,7 @@ import timm
 import torch
 from timm.layers import to_2tuple
 
-from .attention import RelPosAttention
-from .cnn import AttendedConv2d, attend_convs
+from .cnn import attend_convs
 from .errors import CheckpointError, one_line
 from .files import is_ours
 
@@ -34,9 +33,6 @@ def is_call(call: Any) -> bool:
 
 def check_attended(model: Any, checkpoint: Any) -> None:
     """Raise CheckpointError unless the checkpoint of a CNN gives it anew, and it can be trained on."""
-    layers = [module.attn for module in model.modules() if isinstance(module, AttendedConv2d)]
-    if not all(isinstance(layer, RelPosAttention) for layer in layers):
-        raise CheckpointError('A model that was reparameterized for inference cannot be built anew: save its source.')
     in_chans, *img_size = model.pretrained_cfg['input_size']
     _check_others(checkpoint, dict(checkpoint.spec.model_args, in_chans=in_chans, img_size=tuple(img_size)))
 

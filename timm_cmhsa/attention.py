@@ -9,7 +9,7 @@ from torch import nn
 
 from .layers import Mask, Size2d, reject_attn_mask
 from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness
-from .shifts import HardAttention, HeadShifts, hard_offsets
+from .shifts import HeadShifts, hard_offsets
 
 # keep as leaves for FX
 torch.fx.wrap('add_attn_mask')
@@ -26,7 +26,6 @@ class RelPosAttention(nn.Module):
     points outside the image. Maps tokens of shape (B, N, dim) to (B, N, dim_out).
     """
     fused_attn: Final[bool]
-    hard_form: Any = HardAttention  # of `fuse`
 
     def __init__(
             self,
@@ -177,13 +176,11 @@ class RelPosAttention(nn.Module):
         """Return whether the output projection of a head is not zero: shape (num_heads,)."""
         return self.proj.weight.unflatten(1, (self.num_heads, -1)).any(dim=2).any(dim=0)
 
-    def fuse(self) -> nn.Module:
-        """Return the form for inference if all heads are hard, this layer otherwise (timm's `reparameterize_model`)."""
-        try:
-            offsets = self.all_hard_offsets()
-        except ValueError:
-            return self
-        return self.hard_form(self, offsets) if any(offset is not None for offset in offsets) else self
+    def fuse(self) -> 'RelPosAttention':
+        """Compute heads as shifts if all are hard (timm's `reparameterize_model`). Return this layer."""
+        with contextlib.suppress(ValueError):
+            self.set_hard_attn()
+        return self
 
     def args(self) -> Dict[str, Any]:
         """Return the arguments of a model with such layers."""

@@ -168,13 +168,10 @@ def attend_convs(
 
 
 def attention_summary(model: nn.Module) -> str:
-    """Return a table of the convolutions that `attend_convs` replaced, with their cost before and after.
-
-    Layers that were reparameterized since are left out.
-    """
+    """Return a table of the convolutions that `attend_convs` replaced, with their cost before and after."""
     rows, costs = [('layer', 'convolution', 'tokens', 'heads', 'params, M', 'multiply-accumulates, M')], []
     for name, module in unwrap_model(model).named_modules():
-        if isinstance(module, AttendedConv2d) and isinstance(module.attn, RelPosAttention):
+        if isinstance(module, AttendedConv2d):
             attn, (height, width) = module.attn, module.grid_size
             num_params = sum(parameter.numel() for parameter in attn.parameters())
             num_weights = attn.qkv.weight.numel() + attn.proj.weight.numel()

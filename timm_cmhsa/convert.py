@@ -12,7 +12,7 @@ from torch import nn
 from tqdm import tqdm
 
 from .analysis import eval_mode
-from .attention import THIN_QK_DIM, WIDE_QK_DIM, RelPosAttention, default_qk_dim
+from .attention import THIN_QK_DIM, WIDE_QK_DIM, default_qk_dim
 from .construction import Head, HeadOptions, plan_heads, rewrite
 from .errors import text_table
 from .layers import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
@@ -139,8 +139,8 @@ def _complete(
 class LayerReport(NamedTuple):
     """How exactly one attention layer replaces its convolution."""
     name: str
-    heads_used: Optional[int]  # those with an output; None in a layer that was reparameterized
-    num_heads: Optional[int]
+    heads_used: int  # those with an output
+    num_heads: int
     error: float  # the largest, relative to the convolution's largest output
 
 
@@ -220,8 +220,6 @@ def verify(model: nn.Module, converted: nn.Module, images: torch.Tensor) -> Conv
             same_class.append(expected.argmax(dim=-1).cpu() == actual.argmax(dim=-1).cpu())
     tiny = torch.finfo(torch.double).tiny  # for models whose outputs are all zero
     errors = (largest[0] / largest[1].clamp(min=tiny)).tolist()
-    layers = []
-    for i, attn in enumerate(block.attn for block in target.blocks):
-        heads = (int(attn.used_heads().sum()), attn.num_heads) if isinstance(attn, RelPosAttention) else (None, None)
-        layers.append(LayerReport(f'blocks.{i}.attn', heads[0], heads[1], errors[i]))
+    layers = [LayerReport(f'blocks.{i}.attn', int(block.attn.used_heads().sum()), block.attn.num_heads, errors[i])
+              for i, block in enumerate(target.blocks)]
     return ConversionReport(layers, errors[-1], torch.cat(same_class).double().mean().item())

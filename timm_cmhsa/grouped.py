@@ -2,9 +2,8 @@
 
 A depthwise convolution then costs a weight for every channel and head, not a matrix.
 """
-import copy
 import math
-from typing import Any, List, Optional, Tuple
+from typing import Any, Tuple
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +12,6 @@ from torch import nn
 from .attention import RelPosAttention
 from .layers import Mask, Size2d, reject_attn_mask
 from .rel_pos import add_attn_mask
-from .shifts import HeadShifts, Offset
 
 # keep as leaves for FX
 torch.fx.wrap('add_attn_mask')
@@ -45,25 +43,12 @@ class GroupedProj(nn.Module):
         return x.unflatten(-1, (self.shape[3], -1)).sum(dim=2, dtype=x.dtype) + self.bias.to(x.dtype)
 
 
-class HardGroupedAttention(nn.Module):
-    """A `GroupedAttention` for inference whose heads are all hard."""
-
-    def __init__(self, attn: 'GroupedAttention', offsets: List[Optional[Offset]]) -> None:
-        super().__init__()
-        self.proj = copy.deepcopy(attn.proj).requires_grad_(False)
-        self.shifts = HeadShifts(offsets, attn.head_dim, attn.grid_size)
-
-    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-        return self.proj.add_heads(self.shifts(self.proj(reject_attn_mask(x, attn_mask, is_causal))))
-
-
 class GroupedAttention(RelPosAttention):
     """A `RelPosAttention` for depthwise and grouped convolutions: (B, N, dim) to (B, N, dim_out).
 
     It has no value projection: heads move the tokens themselves, and the output projection does not mix groups. It is
     applied before tokens are moved, which is the same, so that the sum over heads is one product of matrices.
     """
-    hard_form = HardGroupedAttention
 
     def __init__(
             self, dim: int, grid_size: Size2d, num_heads: int, dim_out: int, groups: int, area: int, out_area: int,

@@ -8,7 +8,7 @@ self-attention with relative position bias. Otherwise both are timm's `VisionTra
 position embedding, with global average pooling.
 """
 import math
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set, Tuple, Type
+from typing import Any, Callable, Dict, Mapping, Optional, Set, Tuple, Type
 
 import torch
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -182,7 +182,7 @@ class CmhsaAttn(Cmhsa):
                 rel_pos=rel_pos, padding=padding, hard_attn=hard_attn, **dd)
 
     def model_args(self) -> Dict[str, Any]:
-        return dict(super().model_args(), **self._attn_layers()[0].args())
+        return dict(super().model_args(), **self.blocks[0].attn.args())
 
     def init_weights(self, mode: str = '', needs_reset: bool = True) -> None:
         super().init_weights(mode, needs_reset)
@@ -196,21 +196,12 @@ class CmhsaAttn(Cmhsa):
         not learn. Create the optimizer and DistributedDataParallel afterwards.
 
         Raises:
-            ValueError: If a head is not hard, attention weights are to be dropped, or the model was reparameterized.
+            ValueError: If a head is not hard, or attention weights are to be dropped.
         """
-        layers = self._attn_layers()
-        if enable:
-            for attn in layers:
-                attn.all_hard_offsets()  # raises before any layer is changed
-        for attn in layers:
-            attn.set_hard_attn(enable)
-
-    def _attn_layers(self) -> List[RelPosAttention]:
-        layers = [block.attn for block in self.blocks]
-        if not all(isinstance(attn, RelPosAttention) for attn in layers):
-            raise ValueError(
-                'A model that was reparameterized for inference can be neither trained nor built anew: use its source.')
-        return layers
+        for block in self.blocks if enable else ():
+            block.attn.all_hard_offsets()  # raises before any layer is changed
+        for block in self.blocks:
+            block.attn.set_hard_attn(enable)
 
 
 def check_phase(state_dict: Mapping[str, Any], model: Cmhsa) -> None:

@@ -7,12 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .layers import Mask, reject_attn_mask
 from .rel_pos import Grid, PaddedRelPosTable
 
 MAX_LEAK = 1e-4  # largest share of its attention that a hard head may give to other patches
-
-torch.fx.wrap('reject_attn_mask')  # keep as a leaf for FX
 
 Offset = Tuple[int, int]  # key patch minus query patch, (row, column)
 
@@ -73,35 +70,3 @@ class HeadShifts(nn.Module):
         values = x.split(self.widths, dim=-1)  # indexed below, as FX cannot iterate over it
         shifted = [shift_tokens(values[i], offset, self.grid_size) for i, offset in enumerate(self.offsets)]
         return torch.cat(shifted, dim=-1)
-
-
-class HardAttention(nn.Module):
-    """A `RelPosAttention` for inference whose heads are all hard. It has no queries, keys or biases.
-
-    Maps tokens of shape (B, N, dim) to (B, N, dim_out). Heads without an offset are dropped.
-    """
-
-    def __init__(self, attn: Any, offsets: List[Optional[Offset]]) -> None:
-        super().__init__()
-        weight, bias = attn.value_weight()
-        is_used = torch.tensor([offset is not None for offset in offsets], device=weight.device)
-        is_used = is_used.repeat_interleave(attn.head_dim)
-        self.value = frozen_linear(weight[is_used], None if bias is None else bias[is_used])
-        self.shifts = HeadShifts([offset for offset in offsets if offset is not None], attn.head_dim, attn.grid_size)
-        self.proj = frozen_linear(attn.proj.weight[:, is_used], attn.proj.bias)
-
-    def set_grid_size(self, grid_size: Grid) -> None:
-        self.shifts.grid_size = grid_size
-
-    def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-        x = reject_attn_mask(x, attn_mask, is_causal)
-        return self.proj(self.shifts(self.value(x)))
-
-
-def frozen_linear(weight: torch.Tensor, bias: Optional[torch.Tensor]) -> nn.Linear:
-    """Return a linear layer with copies of a weight, (out, in), and a bias, (out,), that do not learn."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device='meta')
-    linear.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach().clone(), requires_grad=False)
-    return linear
