@@ -68,12 +68,11 @@ def test_tensors_alone_give_the_shape(
 
 def test_what_was_assumed_is_a_warning(tmp_path, caplog):
     model = convert_model(phase1(kernel_size=11, patch_size=4, img_size=32), peak=0.75)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if 'padding_size' not in name}
-    torch.save(tensors, tmp_path / 'a.pth')  # as version 0.1 did
+    torch.save(model.state_dict(), tmp_path / 'a.pth')
     load_model(tmp_path / 'a.pth')
-    assert 'assumed img_size=(36, 36), global_pool=avg, act_layer=None, padding=(1, 1)' in caplog.text
+    assert 'assumed img_size=(32, 32), global_pool=avg, act_layer=None' in caplog.text
     caplog.clear()
-    args = dict(padding=2, act_layer='gelu', global_pool='avg')
+    args = dict(act_layer='gelu', global_pool='avg')
     assert_same(model, load_model(tmp_path / 'a.pth', **args))
     assert 'assumed img_size=(32, 32)\n' in caplog.text
     caplog.clear()

@@ -209,7 +209,7 @@ class Checkpoint:
         if name and 'cmhsa' not in name:  # on pixels
             return name, args, []
         try:
-            kind, inferred, assumed = infer_model(self.tensors, args.get('padding', 1))
+            kind, inferred, assumed = infer_model(self.tensors)
         except Exception as e:  # of tensors that are missing, or have other shapes
             names = ', '.join(map(reprlib.repr, sorted(self.tensors)[:5]))
             raise CheckpointError(

@@ -5,22 +5,17 @@ from typing import Any, Dict, List, Mapping, Tuple
 import torch
 from timm.layers import to_2tuple
 
-from .layers import Size2d
-
 NOT_IN_TENSORS = ['img_size', 'global_pool', 'act_layer']
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-def infer_model(tensors: Tensors, padding: Size2d = 1) -> Tuple[str, Dict[str, Any], List[str]]:
-    """Return the kind of a model, the arguments that its tensors give, and the names of those that they do not.
-
-    `padding` is the ring of a 'padded_table' whose tensors do not have it (those of version 0.1).
-    """
+def infer_model(tensors: Tensors) -> Tuple[str, Dict[str, Any], List[str]]:
+    """Return the kind of a model, the arguments that its tensors give, and the names of those that they do not."""
     args = _infer_body(tensors)
     if 'blocks.0.attn.conv.weight' in tensors:
         return _infer_phase1(tensors, args)
-    return _infer_phase2(tensors, args, padding)
+    return _infer_phase2(tensors, args)
 
 
 def _infer_body(tensors: Tensors) -> Dict[str, Any]:
@@ -55,7 +50,7 @@ def _infer_phase1(tensors: Tensors, args: Dict[str, Any]) -> Tuple[str, Dict[str
     return 'cmhsa_conv_k5' if kernel_size == [5, 5] else 'cmhsa_conv_k3', args, assumed
 
 
-def _infer_phase2(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tuple[str, Dict[str, Any], List[str]]:
+def _infer_phase2(tensors: Tensors, args: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
     if 'stem' not in args:
         dim, in_chans, *patch_size = tensors['patch_embed.proj.weight'].shape
         args.update(patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size))
@@ -65,15 +60,11 @@ def _infer_phase2(tensors: Tensors, args: Dict[str, Any], padding: Size2d) -> Tu
     args.update(
         num_heads=num_heads, head_dim=head_dim, rel_pos='table', qkv_bias='qkv.bias' in attn,
         qk_dim=(len(attn['qkv.weight']) // num_heads - head_dim) // 2)
-    kind, ring, assumed = 'cmhsa_attn', (0, 0), NOT_IN_TENSORS
-    if 'rel_pos.bias_scale' in attn:
-        kind, ring = 'cmhsa_attn_soft', to_2tuple(padding)
-        if 'rel_pos.padding_size' in attn:
-            height, width = map(int, attn['rel_pos.padding_size'].tolist())
-            ring = height, width
-        else:
-            assumed = [*assumed, 'padding']
+    kind, ring = 'cmhsa_attn', (0, 0)
+    if 'rel_pos.padding_size' in attn:
+        height, width = map(int, attn['rel_pos.padding_size'].tolist())
+        kind, ring = 'cmhsa_attn_soft', (height, width)
         args.update(rel_pos='padded_table', padding=ring)
     side = (math.isqrt(len(attn['rel_pos.relative_position_bias_table']) - 1) + 2 - sum(ring)) // 2  # of a square grid
     args.update(img_size=tuple(side * patch for patch in to_2tuple(args['patch_size'])))
-    return kind, args, assumed
+    return kind, args, NOT_IN_TENSORS

@@ -156,9 +156,8 @@ class PaddedRelPosTable(RelPosTable):
         self.register_buffer('padding_size', torch.tensor(self.padding, dtype=table.dtype, device=table.device))
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        size = torch.tensor(self.padding, dtype=self.padding_size.dtype)
-        loaded = state_dict.setdefault(f'{prefix}padding_size', size)  # version 0.1 did not save it
-        if loaded.tolist() != size.tolist():
+        loaded = state_dict.get(f'{prefix}padding_size')
+        if loaded is not None and tuple(loaded.tolist()) != self.padding:
             raise ValueError(f'The table has padding={tuple(map(int, loaded))}, and the model {self.padding}.')
         super()._load_from_state_dict(state_dict, prefix, *args)
 

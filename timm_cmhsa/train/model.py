@@ -125,7 +125,7 @@ def _check_names(model: Any, tensors: Mapping[str, Any], file: PathLike) -> None
     """Raise ValueError if a file lacks a tensor of a model, or has further weights, but for its classifier."""
     classifiers = tuple(f'{name}.' for name in to_ntuple(1)(model.pretrained_cfg['classifier']))
     own, told = ({name for name in each if not name.startswith(classifiers)} for each in (model.state_dict(), tensors))
-    lacking = [name for name in sorted(own - told) if not name.endswith(('num_batches_tracked', 'padding_size'))]
+    lacking = [name for name in sorted(own - told) if not name.endswith('num_batches_tracked')]
     further = [name for name in sorted(told - own) if name.endswith('.weight')]
     for name in (*lacking, *further)[:1]:
         raise ValueError(f'{file} is not of this model, as one of them lacks {name}: give the --model that it is of.')
