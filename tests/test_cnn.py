@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import attend_convs, attention_maps
-from timm_cmhsa.cnn import AttendedConv1d, AttendedConv2d, attention_summary
+from timm_cmhsa.cnn import AttendedConv2d, attention_summary
 from timm_cmhsa.grouped import GroupedAttention
 
 
@@ -72,9 +72,8 @@ def test_logits_are_equal_to_rounding(name, names, size, num_replaced):
 @st.composite
 def convolutions(draw, kind, groups):
     """A convolution, the size of a map for it, and how it is replaced."""
-    dims = 1 if kind == 'sequence' else 2
     size, kernel, stride, dilation, padding = (
-        draw(st.tuples(*[st.integers(low, high)] * dims)) for low, high in ((3, 9), (1, 5), (1, 3), (1, 2), (0, 3)))
+        draw(st.tuples(*[st.integers(low, high)] * 2)) for low, high in ((3, 9), (1, 5), (1, 3), (1, 2), (0, 3)))
     patch_size, kwargs = draw(st.integers(1, 4)), dict(padding=padding)
     if kind == 'circular':  # keeps the size, in whole patches
         size, kernel, stride = tuple(patch_size * s for s in size), tuple(k // 2 * 2 + 1 for k in kernel), 1
@@ -83,7 +82,7 @@ def convolutions(draw, kind, groups):
         kwargs = dict(padding=padding, padding_mode='circular')
     assume(max(kernel) > 1)
     assume(all(s + 2 * p >= d * (k - 1) + 1 for s, p, d, k in zip(size, padding, dilation, kernel)))
-    conv_class = {'sequence': nn.Conv1d, 'same': Conv2dSame}.get(kind, nn.Conv2d)
+    conv_class = Conv2dSame if kind == 'same' else nn.Conv2d
     torch.manual_seed(draw(st.integers(0, 2 ** 16)))
     conv = conv_class(
         groups * draw(st.integers(1, 3)), groups * draw(st.integers(1, 3)), kernel, stride=stride, dilation=dilation,
@@ -92,7 +91,7 @@ def convolutions(draw, kind, groups):
 
 
 @pytest.mark.parametrize('groups', [1, 3])
-@pytest.mark.parametrize('kind', ['zeros', 'circular', 'same', 'sequence'])
+@pytest.mark.parametrize('kind', ['zeros', 'circular', 'same'])
 @settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_every_convolution_is_replaced_exactly(kind, groups, data):
@@ -102,7 +101,6 @@ def test_every_convolution_is_replaced_exactly(kind, groups, data):
     expected = conv(x)
     model = attend_convs(nn.Sequential(conv), '*', x.shape[1:], patch_size, peak)
     layer, attn = model[0], model[0].attn
-    assert isinstance(layer, AttendedConv1d if isinstance(conv, nn.Conv1d) else AttendedConv2d)
     if groups > 1:  # they stay apart
         assert isinstance(attn, GroupedAttention)
         pixels = math.prod(layer.patch_size) * math.prod(layer.out_patch_size)
@@ -173,12 +171,6 @@ def test_depthwise_attention_goes_wherever_models_go(form, tmp_path):
 def test_circular_padding_needs_whole_patches():
     with pytest.raises(ValueError, match='Circular padding has to keep the size of the map, in whole patches'):
         attend_convs(nn.Sequential(conv3(padding_mode='circular')), '*', (3, 6, 8), patch_size=4)
-
-
-def test_subclasses_of_conv1d_are_refused():
-    conv = type('Scaled', (nn.Conv1d,), {})(2, 2, 3)
-    with pytest.raises(ValueError, match=r'Expected an nn\.Conv2d or a plain nn\.Conv1d, got Scaled'):
-        attend_convs(nn.Sequential(conv), input_size=(2, 8))
 
 
 def test_gradients_reach_the_rest_of_the_model_as_before():
@@ -329,7 +321,7 @@ def test_weights_that_are_not_finite_numbers_are_refused(value, kwargs, message)
     (dict(names='*downsample*'), 'no convolution larger than one pixel'),
     (dict(names=[]), "no convolution larger than one pixel named '': names are like 'conv1'"),
     (dict(names=['layer3.*', 'leyer4.*']), r"named 'leyer4\.\*': names are like 'conv1'"),
-    (dict(input_size=64), r'ResNet needs input_size=\(C, H, W\), or \(C, L\) for sequences, not 64'),
+    (dict(input_size=64), r'ResNet needs input_size=\(C, H, W\), not 64'),
     (dict(input_size=(1, 32, 32)), r'ResNet does not run with input_size=\(1, 32, 32\): .*expected input'),
     (dict(input_size=(3, 32, 32), peak=1.5), r'^peak=1\.5 must be a number between 0 and 1'),
     (dict(input_size=(3, 32, 32), patch_size=0), 'patch_size=0 must be positive'),

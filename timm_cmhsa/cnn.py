@@ -85,13 +85,6 @@ class AttendedConv2d(nn.Module):
         return tokens_to_map(tokens, input, self.out_size, self.out_patch_size, self.grid_size)
 
 
-class AttendedConv1d(AttendedConv2d):
-    """The same for sequences, as images of one row: (B, C_in, L) to (B, C_out, L_out)."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input.unsqueeze(-2)).squeeze(-2)
-
-
 def attend_convs(
         model: nn.Module,
         names: Union[str, Sequence[str]] = '*',
@@ -109,10 +102,10 @@ def attend_convs(
     call timm's `reparameterize_model` before, as it reads the weights of convolutions.
 
     Args:
-        model: Any model with `nn.Conv2d` or `nn.Conv1d` modules, compiled or not.
+        model: Any model with `nn.Conv2d` modules, compiled or not.
         names: Which convolutions: one or several patterns of module names, as in the shell (`layer4.*`, `*.conv_dw`).
             Kernels of one pixel are not replaced.
-        input_size: Shape of the model's input, (C, H, W), or (C, L) for sequences; by default the model's own.
+        input_size: Shape of the model's input, (C, H, W); by default the model's own.
         patch_size: Side of the patch of a feature map that is a token; rounded up to a multiple of the stride.
         peak: Weight that a head gives to its own offset, see `conv2d_to_attention`. By default heads are hard.
 
@@ -129,9 +122,8 @@ def attend_convs(
     convs = _select(model, [names] if isinstance(names, str) else names)
     cfg: Any = getattr(model, 'pretrained_cfg', None) or {}
     input_size = cfg.get('input_size') if input_size is None else input_size
-    if not isinstance(input_size, Sequence) or len(input_size) not in (2, 3):
-        raise ValueError(
-            f'{type(model).__name__} needs input_size=(C, H, W), or (C, L) for sequences, not {input_size}.')
+    if not isinstance(input_size, Sequence) or len(input_size) != 3:
+        raise ValueError(f'{type(model).__name__} needs input_size=(C, H, W), not {input_size}.')
     input_size = tuple(input_size)
     output, shapes = _run(model, input_size, convs.values())
 
@@ -193,7 +185,7 @@ def _changes(costs: Sequence[int]) -> Tuple[str, str]:
 def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:
     """Return the convolutions larger than one pixel, by name."""
     convs = {name: module for name, module in model.named_modules(remove_duplicate=False)
-             if name and isinstance(module, (nn.Conv1d, nn.Conv2d)) and max(module.kernel_size) > 1}
+             if name and isinstance(module, nn.Conv2d) and max(module.kernel_size) > 1}
     for pattern in patterns or ['']:
         if not any(fnmatchcase(name, pattern) for name in convs):
             raise ValueError(
@@ -269,30 +261,17 @@ def _attend(
     if len(shapes) != 1:
         raise ValueError('It is not called.' if not shapes else f'It is called with maps of {len(shapes)} sizes.')
     (in_shape, out_shape), = shapes
-    if len(in_shape) != 1 + len(conv.kernel_size):
+    if len(in_shape) != 3:
         raise ValueError('It is called without a batch.')
-    if not isinstance(conv, nn.Conv2d) and type(conv) is not nn.Conv1d:
-        raise TypeError(f'Expected an nn.Conv2d or a plain nn.Conv1d, got {type(conv).__name__}.')
-    if type(conv) is nn.Conv1d:
-        padding = conv.padding if isinstance(conv.padding, str) else (0, *conv.padding)
-        conv = _conv2d_like(conv, conv.weight.unsqueeze(2), (1, *conv.stride), padding, (1, *conv.dilation))
-        return AttendedConv1d(conv, (1, in_shape[1]), (1, out_shape[1]), patch_size, peak, generator)
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(in_shape[1:], conv.kernel_size, conv.stride, conv.dilation)
-        padding = tuple(get_same_padding(*axis) // 2 for axis in axes)
-        conv = _conv2d_like(conv, conv.weight, conv.stride, padding, conv.dilation)
+        same, padding = conv, [get_same_padding(*axis) // 2 for axis in axes]
+        conv = nn.Conv2d(
+            same.in_channels, same.out_channels, same.kernel_size, same.stride, (padding[0], padding[1]),
+            same.dilation, same.groups, same.bias is not None, device='meta').train(same.training)
+        conv.weight, conv.bias = same.weight, same.bias
     map_size, out_size = (in_shape[1], in_shape[2]), (out_shape[1], out_shape[2])
     return AttendedConv2d(conv, map_size, out_size, patch_size, peak, generator)
-
-
-def _conv2d_like(conv: Any, weight: torch.Tensor, stride: Any, padding: Any, dilation: Any) -> nn.Conv2d:
-    """Return an `nn.Conv2d` with this weight and geometry, and everything else of another convolution."""
-    plain = nn.Conv2d(
-        conv.in_channels, conv.out_channels, (weight.shape[2], weight.shape[3]), stride, padding, dilation, conv.groups,
-        conv.bias is not None, conv.padding_mode, device='meta')
-    plain.weight = nn.Parameter(weight.detach(), requires_grad=conv.weight.requires_grad)
-    plain.bias = conv.bias
-    return plain.train(conv.training)
 
 
 def _tokens(conv: nn.Conv2d, map_size: Pair, out_size: Pair, patch_size: int) -> Tuple[Pair, Pair]:
