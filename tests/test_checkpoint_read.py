@@ -14,7 +14,6 @@ import safetensors.torch
 import timm
 import torch
 from helpers import images_for, max_error, phase1, run_forked
-from huggingface_hub import save_torch_state_dict
 from hypothesis import given, strategies as st
 from timm.models import save_for_hf
 from timm.optim import create_optimizer_v2
@@ -163,27 +162,6 @@ def test_checkpoints_of_ordinary_loops(tmp_path):
     safetensors.torch.save_file(averaged, tmp_path / 'averaged.safetensors')
     for name in ('old.pt', 'averaged.safetensors'):
         assert_same(model, load_model(tmp_path / name, img_size=8))
-
-
-@pytest.mark.parametrize('save', [save_torch_state_dict, partial(save_torch_state_dict, safe_serialization=False)])
-def test_weights_in_several_files(save, tmp_path):
-    """As huggingface_hub splits them."""
-    model = tiny()
-    Checkpoint.of(model).write(tmp_path / 'model')
-    (tmp_path / 'model' / 'model.safetensors').unlink()
-    save(model.state_dict(), tmp_path / 'model', max_shard_size=2000)
-    index, = (tmp_path / 'model').glob('*.index.json')
-    first, *others = (tmp_path / 'model').glob('*model-*')
-    assert others
-    assert_same(model, load_model(tmp_path / 'model'))
-    assert_same(model, load_model(index, img_size=8))
-    first.unlink()
-    for value in ('3', '{"x": ["y"]}', '{"x": "../y.bin"}', '[', 'x'):
-        (tmp_path / index.name).write_text(f'{{"weight_map": {value}}}')
-        with pytest.raises(CheckpointError):
-            load_model(tmp_path / index.name)
-    with pytest.raises(CheckpointError, match=f'names {first.name}, which is not beside it'):
-        load_model(tmp_path / 'model')
 
 
 def assert_refused(path, message='.', **kwargs):

@@ -34,9 +34,7 @@ _logger = logging.getLogger(__name__)
 
 HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
-INDEX = '.index.json'  # of weights in several files
-WEIGHT_NAMES = ('model.safetensors', 'pytorch_model.bin', f'model.safetensors{INDEX}', f'pytorch_model.bin{INDEX}')
-WEIGHTS_OF_HUB = ('model.safetensors*', 'model-*.safetensors'), ('pytorch_model.bin*', 'pytorch_model-*.bin')
+WEIGHT_NAMES = 'model.safetensors', 'pytorch_model.bin'
 LABEL_KEYS = ('label_names', 'label_descriptions')
 USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
 MAX_WORD = 100  # letters
@@ -129,7 +127,7 @@ class Checkpoint:
             config = read_json(path / 'config.json')
             weights = [path / name for name in WEIGHT_NAMES if (path / name).is_file()]
             if not weights:
-                raise CheckpointError(f'{path} is a folder without weights: expected {" or ".join(WEIGHT_NAMES[:2])}.')
+                raise CheckpointError(f'{path} is a folder without weights: expected {" or ".join(WEIGHT_NAMES)}.')
             path = weights[0]
         elif not os.path.isfile(path):
             raise CheckpointError(
@@ -256,8 +254,6 @@ def _config(spec: Spec) -> Dict[str, Any]:
 
 def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     """Return what a file holds, and what it says about its model, in the form of config.json."""
-    if path.name.endswith(INDEX):
-        return _read_shards(path), {}
     config: Dict[str, Any] = {}
     try:
         if path.suffix == '.safetensors':
@@ -275,16 +271,6 @@ def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:
     if not isinstance(content, dict):
         raise CheckpointError(f'{path} holds a {type(content).__name__}, not a state dict: save model.state_dict().')
     return content, _config_of_training(content) if 'args' in content else config
-
-
-def _read_shards(index: Path) -> Dict[str, Any]:
-    """Return the tensors of all files that an index names, as huggingface_hub writes them."""
-    files = {path.name: path for path in index.parent.iterdir() if path.suffix in ('.safetensors', '.bin')}
-    shards = read_json(index).get('weight_map')
-    names = {str(name) for name in shards.values()} if isinstance(shards, dict) else {'weight_map'}
-    if not names <= files.keys():
-        raise CheckpointError(f'{index} names {min(names - files.keys())}, which is not beside it: copy all files.')
-    return {key: tensor for name in sorted(names) for key, tensor in _read_file(files[name])[0].items()}
 
 
 def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = False) -> Dict[str, Any]:
@@ -372,10 +358,10 @@ def _download(source: str) -> Path:
     """Download a model, `hf-hub:USER/NAME[@REVISION]`, into huggingface_hub's cache; return its folder."""
     repo_id, _, revision = source[len(HUB_PREFIXES[0]):].partition('@')
     try:
-        for names in WEIGHTS_OF_HUB:
+        for name in WEIGHT_NAMES:
             folder = Path(snapshot_download(
-                repo_id, revision=revision or None, library_name='timm_cmhsa', allow_patterns=['config.json', *names]))
-            if any(file for name in names for file in folder.glob(name)):
+                repo_id, revision=revision or None, library_name='timm_cmhsa', allow_patterns=['config.json', name]))
+            if (folder / name).exists():
                 break
         return folder
     except (OSError, ValueError, RuntimeError) as e:  # huggingface_hub and its HTTP client have no common base
