@@ -16,19 +16,11 @@ from common.options import make_run_parser
 from common.report import markdown_table, show, spread, top1
 from common.runs import Result, Run, create, replicate, run_all
 from common.timing import step_seconds
-from torch import nn
 
 from timm_cmhsa import attention_maps, head_statistics, load_model
 from timm_cmhsa.analysis import HeadStatistics
 from timm_cmhsa.images import choose_images
-from timm_cmhsa.pixel import prune_degenerate_heads
 from timm_cmhsa.plots import plot_attention
-
-
-def prune(model: nn.Module) -> nn.Module:
-    """Remove degenerate heads."""
-    prune_degenerate_heads(model)
-    return model
 
 
 def plan(title: str, model: str, lr: float = 2e-3, **model_kwargs: Any) -> Run:
@@ -38,7 +30,7 @@ def plan(title: str, model: str, lr: float = 2e-3, **model_kwargs: Any) -> Run:
 
 
 WIDTH = 24  # hidden_chans: 8 x 8 tokens of width 96
-RESNET, GENERAL, PRUNED = 'ResNet-18', 'generalized quadratic', 'generalized quadratic, pruned'
+RESNET, GENERAL = 'ResNet-18', 'generalized quadratic'
 ROWS = {run.title: run for run in (
     plan(RESNET, 'resnet18_cifar'),
     plan('quadratic', 'pixel_attn_quadratic', hidden_chans=WIDTH),
@@ -46,18 +38,14 @@ ROWS = {run.title: run for run in (
     plan('learned', 'pixel_attn_learned', hidden_chans=WIDTH),
     plan('learned, with content', 'pixel_attn_learned_content', lr=5e-4, hidden_chans=WIDTH),
 )}
-ROWS[PRUNED] = ROWS[GENERAL]._replace(  # trained on for a tenth of the epochs, at a tenth of the rate (Appendix E)
-    title=PRUNED, after=ROWS[GENERAL], rewrite=prune,
-    options=dict(ROWS[GENERAL].options, epochs=6, lr=2e-4, warmup_epochs=0))
 
 
 def main() -> None:
     args = make_run_parser(__doc__, 'pixel_models', seeds=3).parse_args()
     runs = replicate(ROWS, args)
     results = run_all(runs, args)
-    heads = [[9 - block.attn.num_heads for block in trained(run, args.output).blocks] for run in runs[PRUNED]]
-    table = markdown(runs, results, heads)
-    attending = {title: each for title, each in runs.items() if title not in (RESNET, PRUNED)}
+    table = markdown(runs, results)
+    attending = {title: each for title, each in runs.items() if title != RESNET}
     show(f'{table}\n{likeness(attending, args.output)}', args.output / 'pixel_models.md')
     for title in ('quadratic', GENERAL, 'learned, with content'):
         run = runs[title][0]
@@ -68,16 +56,14 @@ def trained(run: Run, output: Path) -> Any:
     return load_model(run.folder(output) / 'model')
 
 
-def markdown(runs: Dict[str, List[Run]], results: Dict[str, List[Result]], heads: List[List[int]]) -> str:
-    """Return the table of the models, with the accuracy after pruning."""
-    models = {title: create(seeds[0]) for title, seeds in runs.items() if title != PRUNED}
+def markdown(runs: Dict[str, List[Run]], results: Dict[str, List[Result]]) -> str:
+    """Return the table of the models."""
+    models = {title: create(seeds[0]) for title, seeds in runs.items()}
     seconds = step_seconds(models, torch.randn(BATCH_SIZE, 1, DIGIT, DIGIT))
     rows = [[title, f'{results[title][0]["params"]:.2f} M', f'{results[title][0]["lr"]:g}',
              spread(top1(results[title])), f'{1e3 * seconds[title]:.0f}'] for title in models]
-    rows.append([PRUNED, '', '', spread(top1(results[PRUNED])), ''])
     return markdown_table(['model', 'parameters', 'learning rate', 'top-1, %', 'step, ms'], rows) + (
-        f'\nTop-1 on the test images, mean ± standard deviation over {len(heads)} seeds. Degenerate heads by layer, '
-        f'of every seed: {", ".join(map(str, heads))}.\n')
+        f'\nTop-1 on the test images, mean ± standard deviation over {len(results[RESNET])} seeds.\n')
 
 
 def likeness(runs: Dict[str, List[Run]], output: Path) -> str:

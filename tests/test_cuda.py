@@ -94,9 +94,9 @@ def test_a_converted_model_agrees(form, dtype):
         assert distance(converted(images), model(images)) <= 3 * TOLERANCE[dtype]
 
 
-@pytest.mark.parametrize('name', ['vit_tiny_patch16_224', 'beit_base_patch16_224'])
-def test_a_stock_vit_starts_as_on_a_cpu(name):
-    model, images = timm.create_model(name, img_size=32, patch_size=4, depth=2), torch.randn(4, 3, 32, 32)
+def test_a_stock_vit_starts_as_on_a_cpu():
+    model = timm.create_model('vit_tiny_patch16_224', img_size=32, patch_size=4, depth=2)
+    images = torch.randn(4, 3, 32, 32)
     expected = start_as_convolution(copy.deepcopy(model), images).state_dict()
     for key, tensor in start_as_convolution(model.to(DEVICE), images.to(DEVICE)).state_dict().items():
         torch.testing.assert_close(tensor.cpu(), expected[key], rtol=1e-3, atol=1e-5)

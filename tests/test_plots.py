@@ -158,14 +158,6 @@ def test_models_of_other_types_are_drawn(name, dtype, tmp_path):
     assert {path.name for path in paths} == {*PICTURES, 'attention_image.png', 'attention.html'}
 
 
-def test_layers_without_heads_are_left_out(tmp_path):
-    model = timm.create_model('test_pixel_attn', depth=3, num_heads=[0, 2, 1])
-    assert list(attention_maps(model, torch.randn(1, 3, 32, 32))) == ['blocks.1.attn', 'blocks.2.attn']
-    plots.plot_attention(model, tmp_path, html=True)
-    with pytest.raises(plots.PlotError, match='found: PositionalAttention'):
-        plots.plot_attention(timm.create_model('test_pixel_attn', depth=1, num_heads=0), tmp_path)
-
-
 def test_what_cannot_be_drawn_is_refused(two_grids, tmp_path, monkeypatch):
     model, images = two_grids
     diverged = copy.deepcopy(model)

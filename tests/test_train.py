@@ -16,10 +16,9 @@ import timm
 import torch
 from helpers import assert_equal, command_error, is_picture, parse, run_python, write_image
 from PIL import ExifTags, Image
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import timm_cmhsa
-from timm_cmhsa.evaluation import draw_confusion, text_style
+from timm_cmhsa.evaluation import draw_confusion
 from timm_cmhsa.images import data_config, load_image, read_folder
 from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
@@ -478,14 +477,14 @@ def test_classes_alone_hold_out_every_tenth_image(tmp_path):
 @pytest.mark.parametrize(('side', 'size'), [(20, 32), (32, 32), (60, 64), (64, 64), (100, 96), (500, 224)])
 def test_model_and_schedule_fit_the_images(side, size, tmp_path):
     data = open_folder(write_folder(tmp_path, side=side, count=1))
-    hybrid = f'cmhsa_hybrid_conv_{size}'
+    hybrid = f'cmhsa_hybrid_conv_{64 if size == 96 else size}'
     for options, expected in (
             ([], (size, hybrid, 8.8e-3, 8.8e-3, 1.)),  # for 2 images in a step
             (['--batch-size', '3', '--mixup', '0', '--cutmix', '0'], (size, hybrid, 1.1e-2, 1.1e-2, 1.)),
             (['--opt', 'adamw'], (size, hybrid, 3.5e-4, 1.8e-4, 1.)),
             (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 8.8e-3, 8.8e-3, 0.4)),
             (['--compare', 'test_vit'], (size, hybrid, 8.8e-3, 1.8e-4, 1.)),
-            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_96', 1., 1., 1.))):
+            (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_64', 1., 1., 1.))):
         args = parse('--compare', 'resnet18', *options)
         choose_options(args, data)
         rival, = args.rivals.values()
@@ -582,8 +581,7 @@ def test_bad_input_is_refused_before_any_training(changes, options, message, pho
 
 @pytest.mark.parametrize(('options', 'message'), [
     (['--data-dir', 'nowhere'], 'nowhere is not a folder'),
-    (['--num-classes', '3'], 'the classes are the folders of --data-dir'),
-    (['--model-ema'], 'unrecognized arguments: --model-ema; averaged weights are --ema DECAY here'),
+    (['--model-ema'], 'unrecognized arguments: --model-ema'),
     (['--output', os.devnull], f'error: {os.devnull}'),
 ])
 def test_the_command_prints_one_line(options, message, tmp_path, monkeypatch, capsys):
@@ -607,15 +605,10 @@ def test_names_are_text(tmp_path):
     assert labels == ['$', '$$', 'a_b^c\\%', 'caf\u00e9', 'caf\ufffd']
 
 
-@pytest.mark.parametrize(('name', 'label'), [
-    ('x\ue000', 'x\ue000'),  # in no font but STIXNonUnicode, which matplotlib has, too
-    ('x\U00100123', '#1'),  # for private use: no font has it
-])
-def test_letters_that_the_font_lacks(name, label):
-    """Another font is used that has them, and otherwise classes have numbers, as in the table of results.md."""
-    with text_style(['cat', name]):
-        axis, = draw_confusion(torch.eye(2), torch.arange(2), ['cat', name]).axes
-        assert [label.get_text() for label in axis.get_xticklabels()] == ['cat', label]
+def test_letters_that_the_font_lacks():
+    """Classes have numbers, as in the table of results.md."""
+    axis, = draw_confusion(torch.eye(2), torch.arange(2), ['cat', 'x\U00100123']).axes  # no font has it
+    assert [label.get_text() for label in axis.get_xticklabels()] == ['cat', '#1']
 
 
 def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
@@ -629,7 +622,7 @@ def test_a_picture_that_fails_costs_no_results(finished, tmp_path, capsys):
 def test_a_folder_with_other_results_is_left_as_it_is(photos, tmp_path):
     (tmp_path / 'results.md').write_text('mine')
     with pytest.raises(ValueError, match=r'holds a results.md that is not of a training: give another --output'):
-        train_two_phases(photos, output=tmp_path, log='tensorboard', **OPTIONS)
+        train_two_phases(photos, output=tmp_path, **OPTIONS)
     assert [path.name for path in tmp_path.iterdir()] == ['results.md']
 
 
@@ -661,12 +654,10 @@ def test_split_names_can_be_classes(tmp_path):
 
 
 def test_quick_is_four_epochs_of_the_digits_too(tmp_path):
-    command = '-m', 'timm_cmhsa.train', '--quick', '--device', 'cpu', '--log', 'tensorboard', '--output', tmp_path
+    command = '-m', 'timm_cmhsa.train', '--quick', '--device', 'cpu', '--output', tmp_path
     result = run_python(*command)
     assert len(json.loads((tmp_path / 'results.json').read_text())['curves']['phase 1']) == 2
     assert (tmp_path / 'results.md').read_text() in result.stdout
-    log = EventAccumulator(str(tmp_path / 'tensorboard')).Reload()
-    assert [event.step for event in log.Scalars('phase1/top1')] == [1, 2]
 
 
 def test_digits_are_the_same_for_a_seed(tmp_path):

@@ -141,7 +141,7 @@ def test_phase2_with_hard_heads_as_shifts(digits, phase1, tmp_path, extra):
     '--grad-checkpointing --in-chans 1 --mean 0.1 --std 0.25 --clip-grad 1.0 --grad-accum-steps 2 --channels-last',
     '--img-size 24 --model-kwargs img_size=24 --aa rand-m9-mstd0.5-inc1 --mixup 0.8 --cutmix 1.0 --no-prefetcher '
     '--reprob 0.25 --drop-path 0.1']),
-    ('test_pixel_attn', '--model-kwargs img_size=16 rel_pos=quadratic_gen num_heads=[3,2,3,1] --opt momentum')])
+    ('test_pixel_attn', '--model-kwargs img_size=16 rel_pos=quadratic_gen --opt momentum')])
 def test_options(few, tmp_path, model, extra):
     stdout = train(few, tmp_path / 'run', model, *extra.split())
     assert 'Traceback' not in stdout

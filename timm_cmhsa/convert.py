@@ -15,7 +15,7 @@ from .analysis import eval_mode
 from .attention import THIN_QK_DIM, WIDE_QK_DIM, default_qk_dim
 from .construction import Head, HeadOptions, plan_heads, rewrite
 from .errors import text_table
-from .layers import ConvStem, PatchConv2d, PatchReshape, init_patch_identity
+from .layers import PatchConv2d, init_patch_identity
 from .models import HEADS, CmhsaAttn, CmhsaConv, registered_variant
 from .rel_pos import PaddedRelPosTable, RelPosTable, exact_sharpness
 
@@ -43,8 +43,8 @@ def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads:
 
     Raises:
         TypeError: If the model is not a `CmhsaConv`. Subclasses are refused too, as they may compute something else.
-        ValueError: If the architecture is unknown, there is no exact rewrite with these heads, or the model has hooks
-            or replaced methods, which the rewrite would drop.
+        ValueError: If the architecture is unknown, there is no exact rewrite with these heads, or the model was changed
+            by hand.
     """
     return convert_with(model, architecture, HeadOptions(**heads))[0]
 
@@ -80,22 +80,13 @@ def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOpt
 
 
 def _plain_model(model: nn.Module) -> CmhsaConv:
-    """Unwrap a phase-1 model; refuse hooks, replaced methods and other layers, which the rewrite would drop."""
+    """Unwrap a phase-1 model; refuse one that was changed by hand, so that the rewrite would compute something else."""
     model = unwrap_model(model)
     if type(model) is not CmhsaConv:
         hint = ', which is converted already' if isinstance(model, CmhsaAttn) else ''
         raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}{hint}.')
-    kinds: Dict[nn.Module, type] = {
-        model.blocks: nn.Sequential, model.patch_embed.proj: ConvStem if model.stem else PatchReshape}
-    for block in model.blocks:
-        kinds.update({block.attn: PatchConv2d, getattr(block.attn, 'conv', block.attn): nn.Conv2d})
-    for name, module in model.named_modules():
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        methods = [key for key in vars(module) if callable(getattr(type(module), key, None))]
-        if any(hooks) or methods or type(module) is not kinds.get(module, type(module)):
-            raise ValueError(
-                f'{name or "the model"} has hooks, a replaced method or another class, which the rewrite would drop: '
-                'convert the model as timm.create_model makes it.')
+    if any(type(block.attn) is not PatchConv2d for block in model.blocks):
+        raise ValueError('Token mixers were replaced: convert the model as timm.create_model makes it.')
     first = model.blocks[0].attn.conv
     if first.padding_mode != 'zeros':  # the offsets around the image depend on its size
         raise ValueError(f'padding_mode={first.padding_mode!r} was set by hand: only zero padding converts.')

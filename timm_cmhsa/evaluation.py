@@ -2,7 +2,6 @@
 
 Needs matplotlib, scikit-learn and scipy: the extra `train`.
 """
-import contextlib
 import math
 from functools import partial
 from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
@@ -10,7 +9,7 @@ from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
 import torch
 from matplotlib import rc_context, rcParams
 from matplotlib.figure import Figure
-from matplotlib.font_manager import FontProperties, findfont, fontManager, get_font
+from matplotlib.font_manager import FontProperties, findfont, get_font
 from PIL import Image
 from scipy.stats import binomtest
 from sklearn.metrics import ConfusionMatrixDisplay
@@ -57,16 +56,9 @@ def error_figures(logits: torch.Tensor, targets: torch.Tensor, class_names: List
     return figures
 
 
-def text_style(names: Sequence[str]) -> Any:
-    """Return a context to draw names in: as text, not mathematics, in a further font if one has letters they need."""
-    families, missing = list(rcParams['font.family']), _missing(names)
-    fonts = [font for font in fontManager.ttflist if 'Last Resort' not in font.name]  # that has a box for any letter
-    for font in fonts if missing else ():
-        with contextlib.suppress(OSError, RuntimeError):  # a font that matplotlib cannot read
-            if missing <= get_font(font.fname).get_charmap().keys():
-                families.append(font.name)
-                break
-    return rc_context({'text.parse_math': False, 'font.family': families})
+def text_style() -> Any:
+    """Return a context to draw names in: as text, not mathematics."""
+    return rc_context({'text.parse_math': False})
 
 
 def _missing(names: Sequence[str]) -> Set[int]:

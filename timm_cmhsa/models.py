@@ -253,7 +253,7 @@ def create_cmhsa(
         cls, variant, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=feature_cfg, **args)
 
 
-HYBRID_SIZES = 32, 64, 96, 224  # pixels
+HYBRID_SIZES = 32, 64, 224  # pixels
 
 
 def cfg(**kwargs: Any) -> Dict[str, Any]:
@@ -282,11 +282,9 @@ default_cfgs = generate_default_cfgs({
 
     'cmhsa_hybrid_conv_32': cfg(**_SMALL),
     'cmhsa_hybrid_conv_64': cfg(input_size=(3, 64, 64), crop_pct=1.0),
-    'cmhsa_hybrid_conv_96': cfg(input_size=(3, 96, 96), crop_pct=1.0),
     'cmhsa_hybrid_conv_224': cfg(),
     'cmhsa_hybrid_attn_32': cfg(**_SMALL),
     'cmhsa_hybrid_attn_64': cfg(input_size=(3, 64, 64), crop_pct=1.0),
-    'cmhsa_hybrid_attn_96': cfg(input_size=(3, 96, 96), crop_pct=1.0),
     'cmhsa_hybrid_attn_224': cfg(),
 
     'test_cmhsa_conv_k3': cfg(**_SMALL),
@@ -391,12 +389,6 @@ def cmhsa_hybrid_conv_64(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
 
 
 @register_model
-def cmhsa_hybrid_conv_96(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
-    """ CMHSA hybrid, convolution phase: a stem, then 4 blocks on 12 x 12 tokens of width 96. """
-    return create_cmhsa(CmhsaConv, 'cmhsa_hybrid_conv_96', pretrained, kwargs, **_HYBRID_64)
-
-
-@register_model
 def cmhsa_hybrid_conv_224(pretrained: bool = False, **kwargs: Any) -> CmhsaConv:
     """ CMHSA hybrid, convolution phase: a stem, then 4 blocks on 14 x 14 tokens of width 96. """
     return create_cmhsa(CmhsaConv, 'cmhsa_hybrid_conv_224', pretrained, kwargs, **_HYBRID_224)
@@ -412,12 +404,6 @@ def cmhsa_hybrid_attn_32(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
 def cmhsa_hybrid_attn_64(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
     """ CMHSA hybrid, self-attention phase: a stem, then 4 blocks on 8 x 8 tokens of width 96. """
     return create_cmhsa(CmhsaAttn, 'cmhsa_hybrid_attn_64', pretrained, kwargs, **_HYBRID_64)
-
-
-@register_model
-def cmhsa_hybrid_attn_96(pretrained: bool = False, **kwargs: Any) -> CmhsaAttn:
-    """ CMHSA hybrid, self-attention phase: a stem, then 4 blocks on 12 x 12 tokens of width 96. """
-    return create_cmhsa(CmhsaAttn, 'cmhsa_hybrid_attn_96', pretrained, kwargs, **_HYBRID_64)
 
 
 @register_model

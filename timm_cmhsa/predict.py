@@ -142,7 +142,7 @@ def _evaluate(predictions: Predictions, targets: torch.Tensor, output: Optional[
         return
     figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
     for name, draw in figures.items():
-        with replacing(output.with_name(name), force) as new, text_style(names):
+        with replacing(output.with_name(name), force) as new, text_style():
             draw().savefig(new)
     for name in {*PICTURES} - figures.keys():
         output.with_name(name).unlink(missing_ok=True)  # of an earlier model

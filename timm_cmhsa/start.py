@@ -10,9 +10,8 @@ from typing import Any, List, Optional, Tuple, Union
 
 import torch
 from timm.layers import Attention, build_fourier_pos_embed
-from timm.models import Beit, VisionTransformer
+from timm.models import VisionTransformer
 from timm.models.vision_transformer import Block
-from timm.models.vision_transformer_relpos import VisionTransformerRelPos
 from torch import nn
 
 from .analysis import eval_mode
@@ -38,17 +37,14 @@ def start_as_convolution(
     The model keeps its interface: it trains, loads and exports as before. Call this again after `set_input_size`, which
     interpolates the code of the position.
 
-    Models with tables of relative position biases (BEiT, `vit_relpos_*` with `rel_pos_type='bias'`) get the heads of
-    Theorem 1, arXiv 2111.01353: zero queries, and the weight `peak`, exactly, whatever the image. In a
-    `VisionTransformer`, half of a head's dimensions compare positions, and `peak` is the mean over the heads of a
-    layer; class tokens take the weight of a patch outside the image. Values times output projection are near a
-    negative identity, as in the mimetic initialization, arXiv 2305.09828.
+    Half of a head's dimensions compare positions. Class tokens take the weight of a patch outside the image. Values
+    times output projection are near a negative identity, as in the mimetic initialization, arXiv 2305.09828.
 
     Args:
-        model: A `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
+        model: A `VisionTransformer` of timm.
         images: A folder, or some images normalized as for the training, (B, in_chans, H, W), to measure what layer norm
-            does to the code; by default noise. Tables do not need them.
-        peak: Weight of a head on its own patch, below 1.
+            does to the code; by default noise.
+        peak: Mean weight of the heads of a layer on their own patches, below 1.
         kernel_size: K, odd. The K x K offsets are dealt to heads and layers, none twice before all were.
         seed: Shuffles the offsets, and draws the values.
 
@@ -57,43 +53,32 @@ def start_as_convolution(
     """
     grid_size = _check(model, peak, kernel_size)
     started = copy.deepcopy(model)  # an error leaves the model as it was
-    if isinstance(model, VisionTransformer):
-        _point_by_code(started, images, grid_size, peak, kernel_size, seed)
-    else:
-        _point_by_tables(started, grid_size, peak, kernel_size, seed)
+    _point_by_code(started, images, grid_size, peak, kernel_size, seed)
     model.load_state_dict(started.state_dict())
     return model
 
 
 def _check(model: Any, peak: float, kernel_size: int) -> Grid:
     """Return the grid of a model whose heads can be pointed so. Raise ValueError if they cannot."""
-    if isinstance(model, VisionTransformer):
-        needs = {
-            "timm's Block with its Attention (qk_norm=False) and an MLP with fc2 in every layer": all(
-                type(block) is Block and type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity)
-                and hasattr(block.mlp, 'fc2') for block in model.blocks),
-            "a position embedding for a head to find a patch by (pos_embed='learn')": model.pos_embed is not None,
-            'a projection of patches, no backbone, and a fixed number of them (dynamic_img_pad=False)': hasattr(
-                model.patch_embed.proj, 'weight') and not getattr(model.patch_embed, 'dynamic_img_pad', False)}
-    else:
-        needs = {
-            'to be a VisionTransformer (vit_*, deit_*), a Beit, or vit_relpos_*': isinstance(
-                model, (VisionTransformerRelPos, Beit)),
-            "a table of position biases (rel_pos_type='bias', or use_rel_pos_bias=True)": bool(_tables(model))}
-    missing = next((need for need, is_there in needs.items() if not is_there), None)
-    if missing is not None:
-        raise ValueError(f'{type(model).__name__} cannot be started as a convolution: it needs {missing}.')
+    refusal = f'{type(model).__name__} cannot be started as a convolution: it needs'
+    if not isinstance(model, VisionTransformer):
+        raise ValueError(f'{refusal} to be a VisionTransformer of timm (vit_*, deit_*).')
+    needs = {
+        "timm's Block with its Attention (qk_norm=False) and an MLP with fc2 in every layer": all(
+            type(block) is Block and type(block.attn) is Attention and isinstance(block.attn.q_norm, nn.Identity)
+            and hasattr(block.mlp, 'fc2') for block in model.blocks),
+        "a position embedding for a head to find a patch by (pos_embed='learn')": model.pos_embed is not None,
+        'a projection of patches, no backbone, and a fixed number of them (dynamic_img_pad=False)': hasattr(
+            model.patch_embed.proj, 'weight') and not getattr(model.patch_embed, 'dynamic_img_pad', False)}
+    for need, is_there in needs.items():
+        if not is_there:
+            raise ValueError(f'{refusal} {need}.')
     grid_size: Grid = model.patch_embed.grid_size
     if not 1 < peak * math.prod(grid_size) < math.prod(grid_size):
         raise ValueError(f'{peak=} must be below 1, and above that of even attention, 1 / {math.prod(grid_size)}.')
     if kernel_size % 2 == 0 or not 0 < kernel_size < 2 * min(grid_size):
         raise ValueError(f'{kernel_size=} must be odd and below {2 * min(grid_size)}, for {grid_size} patches.')
     return grid_size
-
-
-def _tables(model: nn.Module) -> List[Any]:
-    """Return the modules that have a table of relative position biases; one may serve all layers."""
-    return [module for module in model.modules() if getattr(module, 'relative_position_bias_table', None) is not None]
 
 
 def _point_by_code(model: Any, images: Any, grid_size: Grid, peak: float, kernel_size: int, seed: int) -> None:
@@ -266,27 +251,3 @@ def _deal(num_layers: int, num_heads: int, kernel_size: int, seed: int) -> List[
         order = torch.randperm(kernel_size ** 2, generator=generator, device='cpu').tolist()
         offsets += [(i // kernel_size - kernel_size // 2, i % kernel_size - kernel_size // 2) for i in order]
     return [offsets[layer * num_heads:][:num_heads] for layer in range(num_layers)]
-
-
-def _point_by_tables(model: Any, grid_size: Grid, peak: float, kernel_size: int, seed: int) -> None:
-    """Point the heads of a model with tables of biases: one bias per head and offset, as in Theorem 1."""
-    height, width = grid_size
-    prefix, tables = model.cls_token is not None, _tables(model)
-    for table in tables:
-        table.relative_position_bias_table.zero_()
-    if len(tables) > len(model.blocks):  # one for all layers comes first, and is enough
-        tables = tables[:1]
-    num_heads = tables[0].relative_position_bias_table.shape[1]
-    offsets = torch.tensor(_deal(len(tables), num_heads, kernel_size, seed))
-    # exp(M) = t^2 is peak of the sum t^2 + t + N - 1, with the class token's exp(M / 2)
-    odds = peak / (1 - peak)
-    sharpness = 2 * math.log((prefix + math.sqrt(prefix + 4 * (height * width - 1) / odds)) * odds / 2)
-    for table, (rows, cols) in zip(tables, offsets.transpose(1, 2)):
-        bias = table.relative_position_bias_table
-        bias[(height - 1 - rows) * (2 * width - 1) + width - 1 - cols, torch.arange(num_heads)] = sharpness
-        if prefix:  # class token to patches, patches to class token, class token to itself
-            bias[-2] = sharpness / 2
-    for attn in (block.attn for block in model.blocks):
-        for name, parameter in attn.named_parameters():
-            if name in ('qkv.weight', 'qkv.bias', 'q_bias'):
-                parameter[:attn.qkv.out_features // 3] = 0  # of queries

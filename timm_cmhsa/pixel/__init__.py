@@ -1,3 +1,2 @@
-"""Attention on pixels: the models of arXiv 1911.03584, their position encodings, and pruning."""
-from .encodings import prune_degenerate_heads as prune_degenerate_heads
+"""Attention on pixels: the models of arXiv 1911.03584 and their position encodings."""
 from .models import PixelAttn as PixelAttn, PositionalAttention as PositionalAttention

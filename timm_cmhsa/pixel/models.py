@@ -7,11 +7,11 @@ whole tokens. One matrix per head replaces its value and output projections (W^(
 the parameters of a convolution with one tap per head. Blocks are timm's, with normalization before attention and MLP;
 the authors' code has BERT's, with normalization after them.
 """
-from typing import Any, Dict, Final, Optional, Sequence, Union
+from typing import Any, Dict, Final, Optional
 
 import torch
 import torch.nn.functional as F
-from timm.layers import to_2tuple, to_ntuple, use_fused_attn
+from timm.layers import to_2tuple, use_fused_attn
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
@@ -35,8 +35,7 @@ class PositionalAttention(nn.Module):
     """Heads that attend by relative position, and with `rel_pos='learned_content'` by content as well.
 
     Attention by position alone has the same weights for all images. Maps tokens of shape (B, N, dim) to the same shape.
-    Heads are as wide as tokens. Without heads, the output is the same for all tokens. Arguments are those of
-    `RelPosAttention`, and encodings those of `PixelAttn`.
+    Heads are as wide as tokens. Arguments are those of `RelPosAttention`, and encodings those of `PixelAttn`.
     """
     fused_attn: Final[bool]
 
@@ -105,7 +104,7 @@ class PixelAttn(Cmhsa):
     def __init__(
             self,
             *,
-            num_heads: Union[int, Sequence[int]] = 9,
+            num_heads: int = 9,
             rel_pos: str = 'quadratic',
             patch_size: Size2d = 2,
             hidden_chans: int = 100,
@@ -114,27 +113,21 @@ class PixelAttn(Cmhsa):
     ) -> None:
         """
         Args:
-            num_heads: Number of heads, for all blocks or for each.
+            num_heads: Number of heads.
             rel_pos: Relative position encoding: 'quadratic', 'quadratic_gen', 'learned' or 'learned_content', which
                 attends by content as well.
             patch_size, hidden_chans, mlp_ratio, **kwargs: See `Cmhsa`.
         """
         super().__init__(patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
-        depth = len(self.blocks)
-        heads = to_ntuple(depth)(num_heads)
-        if len(heads) != depth:
-            raise ValueError(f'{num_heads=} has {len(heads)} numbers for {depth=} blocks: give one for each.')
-        for block, block_heads in zip(self.blocks, heads):
+        for block in self.blocks:
             block.attn = PositionalAttention(
-                self.embed_dim, self.patch_embed.grid_size, block_heads, rel_pos,
+                self.embed_dim, self.patch_embed.grid_size, num_heads, rel_pos,
                 attn_drop=self.drop_rates['attn_drop_rate'], proj_drop=self.drop_rates['proj_drop_rate'], **dd)
 
     def model_args(self) -> Dict[str, Any]:
-        heads = [block.attn.num_heads for block in self.blocks]
-        return dict(
-            super().model_args(), num_heads=heads[0] if len(set(heads)) == 1 else heads,
-            rel_pos=self.blocks[0].attn.rel_pos.name)
+        attn = self.blocks[0].attn
+        return dict(super().model_args(), num_heads=attn.num_heads, rel_pos=attn.rel_pos.name)
 
 
 def checkpoint_filter_fn(state_dict: Dict[str, torch.Tensor], model: nn.Module) -> Dict[str, torch.Tensor]:

@@ -29,11 +29,11 @@ POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'grad_
             'compare_lr', 'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
 CHOICES = dict(
-    start=['convolution'], keep=['last', 'best'], log=['tensorboard'], fit=[*CROP_MODES], class_weights=['balanced'])
+    start=['convolution'], keep=['last', 'best'], fit=[*CROP_MODES], class_weights=['balanced'])
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
     'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank',
-    'log', 'output', 'rank', 'rivals'}
+    'output', 'rank', 'rivals'}
 STEP = 'batch_size', 'grad_accum_steps', 'world_size'  # their product is the number of images of a step
 
 
@@ -98,7 +98,6 @@ def add_options(parser: ArgumentParser) -> None:
     add('--no-amp', action='store_true', help='train in float32')
     add('--compile', action='store_true', help='torch.compile')
     add('--workers', metavar='N', type=int, help='processes that read images')
-    add('--log', choices=CHOICES['log'], help='write curves for TensorBoard, too')
     add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
 
 

@@ -79,7 +79,7 @@ def write_report(
     pictures = []
     for name, figure in draw.items():
         try:
-            with text_style([*names, *results['curves']]):
+            with text_style():
                 figure().savefig(output / name)
             pictures.append(name)
         except PlotError:  # a model without attention that can be drawn

@@ -163,11 +163,7 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
     for rival in rivals.values():  # one may need larger images
         with torch.inference_mode():
             rival.to(args.device).eval()(trainer.loaders.drawn[0][:2])
-    if args.log:
-        from torch.utils.tensorboard import SummaryWriter  # fails before anything is written if it is missing
     note_options(args)
-    if args.log and args.rank == 0:
-        trainer.log = SummaryWriter(str(args.output / 'tensorboard'))
     return chosen, model, rivals, trainer
 
 
@@ -176,7 +172,7 @@ def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Ju
     args = Namespace(**{**vars(trainer.args), **trainer.args.rivals[name]})
     if args.opt != trainer.args.opt:
         args.opt_kwargs = {}
-    trainer = Trainer(args, trainer.images, model, trainer.log)
+    trainer = Trainer(args, trainer.images, model)
     title = f'{_file_name(name)}-{args.lr:g}'  # at another rate it is another training
     args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)), 1)
     trained = trainer.fit(title, model, range(args.epochs))

@@ -108,8 +108,8 @@ class Judged:
 class Trainer:
     """Trains models with the complete options of the command, on images that are prepared as for the first of them."""
 
-    def __init__(self, args: Namespace, images: Images, model: nn.Module, log: Any = None) -> None:
-        self.args, self.images, self.log, self.device = args, images, log, torch.device(args.device)
+    def __init__(self, args: Namespace, images: Images, model: nn.Module) -> None:
+        self.args, self.images, self.device = args, images, torch.device(args.device)
         self.loaders = make_loaders(images, args, data_config(model))
         self.updates = len(self.loaders.train) // args.grad_accum_steps  # of an epoch
         self.mixup = None
@@ -173,10 +173,6 @@ class Trainer:
                     if keeps_best and point['top1'] == max(each['top1'] for each in state.history):
                         state.save(path.with_stem(f'{name}-best.pth'))
                     state.save(path)
-                    if self.log is not None:
-                        for key, value in point.items():
-                            self.log.add_scalar(f'{name}/{key}', value, epoch + 1)
-                        self.log.flush()
                 progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
         if keeps_best and args.rank == 0:
             state.load(path.with_stem(f'{name}-best.pth'))
