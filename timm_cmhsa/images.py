@@ -119,8 +119,8 @@ def read_images(read: Callable[[Path], Any], files: Sequence[Path]) -> Tuple[Opt
     return torch.stack(images) if images else None, reasons
 
 
-def load_image(source: Union[PathLike, Image.Image], mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
-    """Return an image, from a file or open, as viewers show it: upright, with white where it is transparent.
+def load_image(file: PathLike, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:
+    """Return the image of a file as viewers show it: upright, with white where it is transparent.
 
     A large JPEG file is decoded smaller, to no less than `side`, which is faster. Pillow refuses images of more than
     179 megapixels.
@@ -128,16 +128,14 @@ def load_image(source: Union[PathLike, Image.Image], mode: str = 'RGB', side: Op
     Raises:
         ValueError: If 8 bits cannot hold it: Pillow would clip gray values, and drop the low byte of colours.
     """
-    if not isinstance(source, Image.Image):
-        with Image.open(source, formats=FORMATS) as opened:
-            if side is not None:
-                opened.draft('RGB', (side, side))
-            return load_image(opened, mode)
-    is_deep = any(';16' in str(args) or (codec.startswith('ppm') and args[1] > 255)
-                  for codec, _, _, args in getattr(source, 'tile', ()))
-    if is_deep or source.mode[0] in 'IF':
-        raise ValueError('it has more than 8 bits per channel: convert it')
-    image = ImageOps.exif_transpose(source)
+    with Image.open(file, formats=FORMATS) as opened:
+        if side is not None:
+            opened.draft('RGB', (side, side))
+        tiles: Any = opened.tile
+        is_deep = any(';16' in str(args) or (codec.startswith('ppm') and args[1] > 255) for codec, _, _, args in tiles)
+        if is_deep or opened.mode[0] in 'IF':
+            raise ValueError('it has more than 8 bits per channel: convert it')
+        image = ImageOps.exif_transpose(opened)
     if image.has_transparency_data:
         image = image.convert('RGBA')
         image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image)

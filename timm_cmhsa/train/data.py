@@ -1,6 +1,5 @@
 """Images to train on: found and looked at first, and then, by the options chosen for them, prepared by loaders."""
 import hashlib
-import os
 import sys
 from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +10,7 @@ from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Sequence, Tup
 import numpy as np
 import torch
 from PIL import Image
-from timm.data import create_dataset, create_loader, create_transform
+from timm.data import create_loader, create_transform
 from timm.data.transforms import CenterCropOrPad, ResizeKeepRatio
 from torch.distributed import barrier
 from torch.utils.data import Dataset, Subset
@@ -30,7 +29,7 @@ OF_DIGITS = dict(  # options
     epochs=160, opt='adamw', lr=3e-3, mixup_prob=0., no_flip=True)
 DECODED = 512  # pixels: JPEG files are decoded to an eighth, a quarter or half of their sides that is no smaller
 
-Samples = Sequence[Tuple[Any, int]]  # an image or its file, and its class
+Samples = Sequence[Tuple[Path, int]]  # the file of an image, and its class
 
 
 class Images(NamedTuple):
@@ -60,8 +59,8 @@ class Prepared(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Tuple[Any, int]:
-        image, target = self.samples[index]
-        return self.prepare(image), target
+        path, target = self.samples[index]
+        return self.prepare(path), target
 
 
 def make_loaders(images: Images, args: Namespace, config: Mapping[str, Any]) -> Loaders:
@@ -110,8 +109,6 @@ def make_loaders(images: Images, args: Namespace, config: Mapping[str, Any]) -> 
 
 def open_images(args: Namespace) -> Images:
     """Find the images that the options name, and look at them."""
-    if args.dataset:
-        return open_dataset(args)
     if args.data_dir:
         images = open_folder(Path(args.data_dir))
         root, output = images.splits['train'][0][0].parents[1].resolve(), args.output.resolve()
@@ -201,66 +198,31 @@ def _read(root: Path, notes: List[str]) -> Samples:
     return _readable(samples, notes)
 
 
-def _readable(samples: Any, notes: List[str]) -> Any:
+def _readable(samples: Samples, notes: List[str]) -> Samples:
     """Return the samples that can be read. Note the others."""
-    def why_not(index: int) -> str:
+    def why_not(sample: Tuple[Path, int]) -> str:
         try:
-            load_image(samples[index][0], side=32)  # decodes JPEG faster
+            load_image(sample[0], side=32)  # decodes JPEG faster
         except Exception as e:  # decoders raise anything
             return one_line(e).rstrip('.')
         return ''
 
     with ThreadPoolExecutor() as pool:
-        checks = pool.map(why_not, range(len(samples)))
+        checks = pool.map(why_not, samples)
         reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
-    bad = [f'{samples[i][0] if isinstance(samples, list) else f"image {i}"}: {reason}'
-           for i, reason in enumerate(reasons) if reason]
-    if not bad:
-        return samples
-    notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(bad[:3])})')
-    return Subset(samples, [i for i, reason in enumerate(reasons) if not reason])
+    bad = [f'{path}: {reason}' for (path, _), reason in zip(samples, reasons) if reason]
+    if bad:
+        notes.append(f'left out {len(bad)} of {len(samples)} images that cannot be used ({"; ".join(bad[:3])})')
+    return [sample for sample, reason in zip(samples, reasons) if not reason]
 
 
 def _sizes(samples: Samples) -> List[Tuple[int, int]]:
     """Return the sizes of some images, width and height in pixels."""
     sizes = []
     for i in evenly_spaced(len(samples), NUM_MEASURED):
-        image, _ = samples[i]
-        with image if isinstance(image, Image.Image) else Image.open(image) as opened:
+        with Image.open(samples[i][0]) as opened:
             sizes.append(opened.size)
     return sizes
-
-
-def open_dataset(args: Namespace) -> Images:
-    """Open a data set that timm's `create_dataset` knows, such as 'torch/cifar10' or 'hfds/USER/NAME'."""
-    name = args.dataset
-    notes: List[str] = []
-    open_split = partial(
-        create_dataset, name, root=str(args.data_dir or 'data'), download=args.download and args.rank == 0,
-        input_img_mode='')  # as the files are
-    if args.rank:
-        barrier()  # while the first process downloads
-    try:
-        train = open_split(split='train')
-        try:
-            validation = open_split(split='validation')
-        except Exception:  # data sets of the Hub may have only the other
-            validation = open_split(split='test')
-        splits = {'train': _readable(_samples(train), notes), 'validation': _readable(_samples(validation), notes)}
-    except Exception as e:  # every library has its own
-        raise ValueError(f'{name} cannot be opened: {one_line(e)}') from e
-    if args.distributed and args.rank == 0:
-        barrier()
-    classes = getattr(train, 'classes', None) or getattr(getattr(train, 'reader', None), 'class_to_idx', None)
-    if not classes:
-        raise ValueError(f'{name} does not name its classes: use another data set, or a folder for each class.')
-    return Images(splits, [str(each) for each in classes], _sizes(splits['train']), notes)
-
-
-def _samples(dataset: Any) -> Samples:
-    """Return the files and classes of a data set, if it is one of files."""
-    samples = getattr(getattr(dataset, 'reader', dataset), 'samples', None)
-    return samples if samples and os.path.isfile(samples[0][0]) else dataset
 
 
 def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS, num_test: int = 0) -> None:

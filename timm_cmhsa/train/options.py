@@ -25,27 +25,25 @@ FAST_SIZE = 160  # pixels, from weights
 LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
 MUON_LR = 0.05
 LR_BATCH = 64  # images in a step, from which on these are right
-POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'grad_accum_steps', 'lr', 'phase2_lr',
-            'compare_lr', 'switch', 'scale'}
+POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'lr', 'phase2_lr', 'compare_lr',
+            'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
 CHOICES = dict(
     start=['convolution'], keep=['last', 'best'], fit=[*CROP_MODES], class_weights=['balanced'])
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
-    'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'download', 'local_rank',
+    'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'local_rank',
     'output', 'rank', 'rivals'}
-STEP = 'batch_size', 'grad_accum_steps', 'world_size'  # their product is the number of images of a step
+STEP = 'batch_size', 'world_size'  # their product is the number of images of a step
 
 
 def add_options(parser: ArgumentParser) -> None:
     add = parser.add_argument_group('images').add_argument
     add('--data-dir', metavar='DIR', type=Path,
         help='train/CLASS/* and validation/CLASS/*, or CLASS/* alone (default: digits of scikit-learn)')
-    add('--dataset', metavar='NAME', help="data set of timm's create_dataset, such as torch/cifar10, in DIR")
-    add('--download', action='store_true', help='download the data set')
     add('--img-size', metavar='S', type=int, help='pixels of a side')
     add('--fit', choices=CHOICES['fit'], help='how oblong images become square; squash and pad keep all of them')
-    add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR or of the data set)')
+    add('--output', metavar='OUT', type=Path, help='folder (default: output/ and the name of DIR)')
     add = parser.add_argument_group('models').add_argument
     add('--model', metavar='NAME', help='phase-1 model, registered in timm; any model with --switch 1; '
         'hf-hub:USER/NAME and local-dir:FOLDER have weights')
@@ -66,7 +64,6 @@ def add_options(parser: ArgumentParser) -> None:
     add('--switch', metavar='F', type=float, help='share of phase 1 (default: 1 for hybrids, 0.4 for others)')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
-    add('--grad-accum-steps', metavar='N', type=int, default=1, help='batches of a step (default: %(default)s)')
     add('--lr', type=float,
         help=f'learning rate (default: {MUON_LR} for Muon; {HYBRID_LR} for hybrids and {LR} for others with AdamW; '
         'less for small batches)')
@@ -171,11 +168,10 @@ def choose_options(
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
-    batches = args.grad_accum_steps * args.world_size  # of a step
-    if before and _images_of_step(before) % batches == 0:  # perhaps by another number of processes
-        args.batch_size = args.batch_size or _images_of_step(before) // batches
+    if before and _images_of_step(before) % args.world_size == 0:  # perhaps by another number of processes
+        args.batch_size = args.batch_size or _images_of_step(before) // args.world_size
     choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
-    steps = args.num_images // (args.batch_size * batches)
+    steps = args.num_images // (args.batch_size * args.world_size)
     if not steps:
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
     if (args.mixup or args.cutmix) and args.batch_size % 2:
@@ -190,7 +186,7 @@ def choose_options(
     if args.minutes is None:
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
-    share, opt = min(args.batch_size * batches / LR_BATCH, 1.), args.opt or fitting.get('opt')
+    share, opt = min(args.batch_size * args.world_size / LR_BATCH, 1.), args.opt or fitting.get('opt')
     recipe = _recipe(opt, args.model, bool(own), share)
     args.rivals = {}
     for name in args.compare:

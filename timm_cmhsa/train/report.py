@@ -90,12 +90,10 @@ def write_report(
 
 
 def mistake_rows(mistakes: List[Mistake], samples: Samples, class_names: List[str]) -> Iterator[Sequence[Any]]:
-    """Yield the rows of mistakes.csv. An image that is no file is given by its index."""
+    """Yield the rows of mistakes.csv."""
     yield 'path', 'class', 'taken for', 'probability'
     for index, target, taken_for, probability in mistakes:
-        sample = samples[index][0]
-        path = sample if isinstance(sample, (str, Path)) else index
-        yield path, class_names[target], class_names[taken_for], f'{probability:.4f}'
+        yield samples[index][0], class_names[target], class_names[taken_for], f'{probability:.4f}'
 
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:

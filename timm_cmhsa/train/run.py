@@ -21,7 +21,7 @@ from ..start import start_as_convolution
 from .data import open_images
 from .model import create_model, freeze_features, starts_from_weights
 from .options import CROP_MODES, add_options, check_options, choose_options, fingerprint, note_options, options_before
-from .trainer import Judged, Trainer
+from .trainer import NUM_POINTS, Judged, Trainer
 
 Rewrite = Callable[[nn.Module], nn.Module]
 
@@ -79,11 +79,16 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
     images = trainer.images
     say = print if args.rank == 0 else (lambda *_, **__: None)
     if args.minutes is not None:
-        seconds = args.switch * trainer.seconds_per_epoch('phase1', model)
+        seconds, judging = trainer.seconds_per_epoch('phase1', model)
         if args.switch < 1:
-            seconds += (1 - args.switch) * trainer.seconds_per_epoch('phase2', to_phase2(model))
-        args.epochs = max(round(60 * args.minutes / seconds), 1 + (args.switch < 1))
-        chosen.append(f'--epochs {args.epochs}: of {seconds:.1f} seconds each, as a few steps take')
+            seconds2, judging2 = trainer.seconds_per_epoch('phase2', to_phase2(model))
+            seconds += (1 - args.switch) * (seconds2 - seconds)
+            judging += (1 - args.switch) * (judging2 - judging)
+        epochs = max(  # many are not all validated
+            60 * args.minutes / (seconds + judging), (60 * args.minutes - 2 * NUM_POINTS * judging) / seconds)
+        args.epochs = max(round(epochs), 1 + (args.switch < 1))
+        chosen.append(f'--epochs {args.epochs}: of {seconds:.1f} seconds each, and {judging:.1f} to validate, as a few '
+                      'steps take')
     say(*chosen, sep='\n')
     switch = min(max(round(args.switch * args.epochs), 1), args.epochs - (args.switch < 1))
     trained = trainer.fit('phase1', model, range(switch))
@@ -129,8 +134,7 @@ def run(args: Namespace, rewrite: Optional[Rewrite] = None) -> Dict[str, Any]:
 
 def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module, Dict[str, nn.Module], Trainer]:
     """Find the images, choose what was left out, and make all that can fail before the training."""
-    source = args.dataset or (Path(args.data_dir).resolve().name if args.data_dir else 'digits')
-    args.output = Path(args.output or Path('output', source.replace('/', '_')))
+    args.output = Path(args.output or Path('output', Path(args.data_dir).resolve().name if args.data_dir else 'digits'))
     init_distributed_device(args)
     check_options(args)
     images = open_images(args)
@@ -174,7 +178,7 @@ def _rival(name: str, model: nn.Module, trainer: Trainer, duration: float) -> Ju
         args.opt_kwargs = {}
     trainer = Trainer(args, trainer.images, model)
     title = f'{_file_name(name)}-{args.lr:g}'  # at another rate it is another training
-    args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)), 1)
+    args.epochs = max(round(duration / trainer.seconds_per_epoch(title, model)[0]), 1)
     trained = trainer.fit(title, model, range(args.epochs))
     return trainer.judge(name, trained.judged, trained.history)
 

@@ -1,6 +1,5 @@
 """Train a model for some epochs of a schedule. One that was stopped goes on to the same weights, by as many workers."""
 import copy
-import itertools
 import math
 import time
 from argparse import Namespace
@@ -111,7 +110,7 @@ class Trainer:
     def __init__(self, args: Namespace, images: Images, model: nn.Module) -> None:
         self.args, self.images, self.device = args, images, torch.device(args.device)
         self.loaders = make_loaders(images, args, data_config(model))
-        self.updates = len(self.loaders.train) // args.grad_accum_steps  # of an epoch
+        self.updates = len(self.loaders.train)  # of an epoch
         self.mixup = None
         if args.mixup or args.cutmix:
             self.mixup = Mixup(
@@ -163,10 +162,11 @@ class Trainer:
                     raise ValueError(f'{name} diverged in epoch {epoch + 1}: use a smaller --lr, and another --output.')
                 if (epoch + 1) % max(len(schedule) // NUM_POINTS, 1) and epoch + 1 < epochs.stop:
                     continue
+                start = time.perf_counter()
                 with self._autocast():  # curves need no more
                     logits, targets = self._predict(state.judged)
                 point = dict(
-                    epoch=epoch + 1, train_loss=loss, seconds=seconds,
+                    epoch=epoch + 1, train_loss=loss, seconds=seconds, judging=time.perf_counter() - start,
                     loss=F.cross_entropy(logits, targets).item(), top1=accuracy(logits, targets)[0].item())
                 state.history.append(point)
                 if args.rank == 0:
@@ -180,8 +180,11 @@ class Trainer:
             convert_conv2d_weight_memory_format(each, torch.contiguous_format)  # as safetensors needs it
         return state
 
-    def seconds_per_epoch(self, name: str, model: nn.Module) -> float:
-        """Return how long an epoch of training takes, by a few steps of a copy. The answer stays when a run goes on."""
+    def seconds_per_epoch(self, name: str, model: nn.Module) -> Tuple[float, float]:
+        """Return how long an epoch of training and its validation take, by a few steps of a copy.
+
+        The answer stays when a run goes on.
+        """
         few, model = copy.copy(self), copy.deepcopy(model)
         few.args = Namespace(**{**vars(self.args), 'epochs': 3})
         shortest = math.inf  # a step, and the start of a loader
@@ -194,7 +197,8 @@ class Trainer:
             shortest = min(shortest, seconds)
             if seconds > max(4, 3 * shortest):  # slow steps, beside which the start is little
                 break
-        return seconds * self.updates / few.updates
+        num_drawn, num_judged = len(self.loaders.drawn[0]), len(self.images.splits['validation'])
+        return seconds * self.updates / few.updates, history[-1]['judging'] * num_judged / num_drawn
 
     def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
         """Create an optimizer. Parameters that `before` does not have warm up, and learn at a rate of their own."""
@@ -225,24 +229,23 @@ class Trainer:
         if args.distributed:
             self.loaders.train.sampler.set_epoch(epoch)
         warmup = max(WARMUP_OF_NEW * len(state.schedule) * self.updates, 1)
-        batches, total = iter(self.loaders.train), torch.zeros((), device=self.device)
+        total, updates = torch.zeros((), device=self.device), range(epoch * self.updates, (epoch + 1) * self.updates)
         state.model.train()
-        for update in range(epoch * self.updates, (epoch + 1) * self.updates):
+        for update, (images, targets) in zip(updates, self.loaders.train):
             for group in optimizer.param_groups:
                 if 'full_scale' in group:
                     warm = min((update - state.epochs.start * self.updates + 1) / warmup, 1.)
                     group['lr_scale'] = group['full_scale'] * warm
             state.scheduler.step_update(update - state.schedule.start * self.updates)
             optimizer.zero_grad()
-            for images, targets in itertools.islice(batches, args.grad_accum_steps):
-                images, targets = images.to(self.device), targets.to(self.device)
-                if self.mixup is not None:
-                    images, targets = self.mixup(images, targets)
-                with self._autocast():
-                    logits = state.forward(images)
-                loss = self._loss(logits.float(), targets) / args.grad_accum_steps
-                total += loss.detach()
-                state.scaler.scale(loss).backward()
+            images, targets = images.to(self.device), targets.to(self.device)
+            if self.mixup is not None:
+                images, targets = self.mixup(images, targets)
+            with self._autocast():
+                logits = state.forward(images)
+            loss = self._loss(logits.float(), targets)
+            total += loss.detach()
+            state.scaler.scale(loss).backward()
             state.scaler.step(optimizer)
             state.scaler.update()
             if state.average is not None:
