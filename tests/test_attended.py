@@ -83,7 +83,9 @@ def test_it_goes_to_the_hub_and_back(model, hub):
     *((dict(attend=[dict(names=[name], patch_size=1, peak=None)]), 'differs') for name in ('conv_stem', 'nonsense')),
     (dict(attend='layer'), "attend='layer' is not what attend_convs takes"),
     *((dict(attend=[dict(dict(names=['a'], patch_size=1, peak=None), **other)]), 'is not what attend_convs takes')
-      for other in (dict(names='layer'), dict(patch_size=10 ** 9), dict(peak=2.), dict(model='b'))),
+      for other in (dict(names='layer'), dict(model='b'))),
+    *((dict(attend=[dict(dict(names=['blocks.1.0.conv_exp'], patch_size=1, peak=None), **other)]), message)
+      for other, message in ((dict(patch_size='x'), 'does not fit|differs'), (dict(peak=2.), 'does not fit|differs'))),
     (dict(model_args=dict(num_classes=10 ** 7)), 'num_classes=10000000 is not what a model can have'),
 ])
 def test_other_configurations_are_refused(change, message, folder):

@@ -378,7 +378,7 @@ def test_models_are_judged_by_mirror_images_too(photos, tmp_path):
 def test_more_options(photos, tmp_path):
     """A schedule for each phase, averaged weights, accumulated gradients, the best weights, and gray images."""
     results = train_two_phases(
-        photos, output=tmp_path, separate_schedules=True, phase2_lr=1e-4, ema=0.9, keep='best',
+        photos, output=tmp_path, separate_schedules=True, phase2_lr=1e-4, ema=0.9,
         architecture='test_cmhsa_attn', phase2_kwargs=dict(num_heads=10), compile=False,
         model_kwargs=dict(in_chans=1), opt='muon', opt_kwargs=dict(momentum=0.5), no_amp=True, **OPTIONS)
     assert 'optimistic' in (tmp_path / 'results.md').read_text()

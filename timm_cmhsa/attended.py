@@ -10,8 +10,6 @@ from .cnn import attend_convs
 from .errors import CheckpointError, one_line
 from .files import is_ours
 
-MAX_NAMES, MAX_PATCH = 1000, 64  # of convolutions, and pixels
-
 
 def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
     """Create a model of timm for images of this size, which most convolutional networks do not ask for."""
@@ -22,13 +20,8 @@ def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
 
 
 def is_call(call: Any) -> bool:
-    """Return whether these are arguments of a call of `attend_convs`."""
-    if not isinstance(call, dict) or call.keys() != {'names', 'patch_size', 'peak'}:
-        return False
-    names, patch_size, peak = call['names'], call['patch_size'], call['peak']
-    return (isinstance(names, list) and 0 < len(names) <= MAX_NAMES and all(isinstance(name, str) for name in names)
-            and type(patch_size) is int and 0 < patch_size <= MAX_PATCH
-            and (peak is None or (type(peak) is float and 0 < peak < 1)))
+    """Return whether these are arguments of a call of `attend_convs`, which checks their values."""
+    return isinstance(call, dict) and call.keys() == {'names', 'patch_size', 'peak'} and isinstance(call['names'], list)
 
 
 def check_attended(model: Any, checkpoint: Any) -> None:
@@ -47,7 +40,7 @@ def create_attended(checkpoint: Any, **model_kwargs: Any) -> Any:
         for call in spec.attend:
             attend_convs(model, input_size=(args['in_chans'], *to_2tuple(args['img_size'])), **call)
         model.load_state_dict(checkpoint.tensors)
-    except (KeyError, RuntimeError, ValueError) as e:
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
         raise CheckpointError(
             f'{checkpoint.source} does not fit {spec.architecture} with attention: {one_line(e, 300)}') from e
     model.base_args = args

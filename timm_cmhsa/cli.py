@@ -23,9 +23,6 @@ CONVERT_DESCRIPTION = '''\
 Rewrite a phase-1 (cmhsa_conv_*) checkpoint as a phase-2 (cmhsa_attn*) checkpoint that computes the same, and verify it
 before it is written. Exit code 1: the error is above the tolerance; 2: bad input; nothing is written then. 3: the
 Hugging Face Hub was not reached or refused; a model that was converted before is kept.'''
-TRAIN = '''\
-train it, with the recipe of a clone: python -m timm_cmhsa pytorch-image-models/train.py \
---config examples/imagefolder/phase2.yaml --data-dir DIR --model {model} --pretrained --experiment phase2'''
 PLOT_DESCRIPTION = '''\
 Draw what the heads of a model look at, and how much like a convolution they are; from several checkpoints, also how
 that moves during training. Exit code 2: bad input; nothing is written then.'''
@@ -90,7 +87,7 @@ def convert_main(argv: Optional[Sequence[str]] = None) -> int:
             url = push_to_hub(load_model(dst), repo_id, private=private, license=license, details=report.details)
             print(f'published at {url}')
         elif dst.is_dir():
-            print(TRAIN.format(model=shlex.quote(f'local-dir:{dst}')))
+            print(f"train it by timm's train.py with --model {shlex.quote(f'local-dir:{dst}')} --pretrained")
 
     return run_command(parser.prog, convert)
 

@@ -23,12 +23,9 @@ _logger = logging.getLogger(__name__)
 
 REPOSITORY = 'https://github.com/OWNER/timm_cmhsa'
 DESCRIPTIONS = {
-    'CmhsaConv': 'Phase 1, the convolution phase: a Vision Transformer with a convolution over the whole image in '
-                 'place of each attention. timm_cmhsa rewrites it exactly as self-attention.',
-    'CmhsaAttn': 'Phase 2, the self-attention phase: a Vision Transformer with relative position bias, which can '
-                 'express convolutions exactly.',
-    'attended': 'A convolutional network of timm in which timm_cmhsa has replaced convolutions by self-attention that '
-                'computed the same, and that was perhaps trained on from there.',
+    'CmhsaConv': 'Phase 1: a Vision Transformer with convolutions over the whole image in place of attention.',
+    'CmhsaAttn': 'Phase 2: a Vision Transformer with relative position bias, which can express convolutions exactly.',
+    'attended': 'A convolutional network of timm in which timm_cmhsa has replaced convolutions by self-attention.',
     'PixelAttn': 'A Vision Transformer on single pixels or small patches, with heads that attend by relative position.',
 }
 AUTHORS = {  # of the papers, and the year
@@ -187,13 +184,6 @@ def _model_card(
         kind = next(each.__name__ for each in type(model).__mro__ if each.__name__ in DESCRIPTIONS)
         source, purpose = model.pretrained_cfg, '  # registers the architecture'
         create = f"timm.create_model('hf-hub:{repo_id}', pretrained=True).eval()"
-        args = {'head_dim': model.embed_dim, **model.model_args()}
-        stats['Tokens'] = '{} x {} of width {}'.format(*model.patch_embed.grid_size, model.embed_dim)
-        if model.stem:
-            stats['Stem'] = model.stem
-        stats['Token mixer'] = (
-            '{} x {} convolution'.format(*args['kernel_size']) if 'kernel_size' in args else
-            'self-attention, {num_heads} heads of {head_dim}, {rel_pos}'.format(**args))
     else:
         source, purpose, kind = default_cfgs['cmhsa_attn'].default.to_dict(), '', 'attended'
         create = f"timm_cmhsa.load_model('hf-hub:{repo_id}')"

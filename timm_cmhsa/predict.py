@@ -67,9 +67,6 @@ def predict(
     """
     paths = [Path(path) for path in ([photos] if isinstance(photos, (str, Path)) else photos)]
     files: Any = [file for path in paths for file in (find_images(path) if path.is_dir() else [path])]
-    for name, value, least in (('--batch-size', batch_size, 1), ('--workers', workers or 0, 0)):
-        if value < least:
-            raise ValueError(f'{name} {value} must be at least {least}.')
     if not files:
         raise CheckpointError(f'{" ".join(map(printable, paths))} has no images ({", ".join(IMAGE_SUFFIXES)}).')
     net: Any = model if isinstance(model, nn.Module) else open_model(model)
@@ -80,7 +77,7 @@ def predict(
         names = range(net.num_classes)
     logits, reasons, names = [], [], [str(name) for name in names]
     classify = mirrored(net) if tta else net
-    workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // batch_size) if workers is None else workers
+    workers = min(os.cpu_count() or 1, 8, (len(files) - 1) // max(batch_size, 1)) if workers is None else workers
     batches = DataLoader(files, batch_size, num_workers=workers, collate_fn=partial(read_images, image_reader(net)))
     try:
         like = next(net.eval().to(device or ('cuda' if torch.cuda.is_available() else 'cpu')).parameters())

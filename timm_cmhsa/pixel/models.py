@@ -7,11 +7,10 @@ whole tokens. One matrix per head replaces its value and output projections (W^(
 the parameters of a convolution with one tap per head. Blocks are timm's, with normalization before attention and MLP;
 the authors' code has BERT's, with normalization after them.
 """
-from typing import Any, Dict, Final, Optional
+from typing import Any, Dict, Optional
 
 import torch
-import torch.nn.functional as F
-from timm.layers import to_2tuple, use_fused_attn
+from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
@@ -23,21 +22,13 @@ from .encodings import ENCODINGS, resize_offset_embed
 torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
 
-@torch.fx.wrap  # a leaf too: it branches on a traced value
-def attend(attn: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return what every head attends to, (B, N, num_heads, dim), for weights (B or 1, num_heads, N, N)."""
-    if attn.shape[0] == 1:  # the same weights for all images: one matmul, and ONNX cannot broadcast in an einsum
-        return torch.einsum('hnm,bmd->bnhd', attn[0], x)
-    return torch.einsum('bhnm,bmd->bnhd', attn, x)
-
-
 class PositionalAttention(nn.Module):
     """Heads that attend by relative position, and with `rel_pos='learned_content'` by content as well.
 
     Attention by position alone has the same weights for all images. Maps tokens of shape (B, N, dim) to the same shape.
     Heads are as wide as tokens. Arguments are those of `RelPosAttention`, and encodings those of `PixelAttn`.
     """
-    fused_attn: Final[bool]
+    fused_attn = False
 
     def __init__(
             self,
@@ -55,7 +46,6 @@ class PositionalAttention(nn.Module):
             raise ValueError(f'{rel_pos=} is not an encoding of pixel models: use {", ".join(ENCODINGS)}.')
         dd: Any = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
-        self.fused_attn = use_fused_attn()
         self.rel_pos = ENCODINGS[rel_pos](to_2tuple(grid_size), num_heads, dim, **dd)
         self.qk = nn.Linear(dim, 2 * num_heads * dim, **dd) if self.rel_pos.depends_on_queries else None
         self.attn_drop = nn.Dropout(attn_drop)
@@ -73,20 +63,14 @@ class PositionalAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         B, N, D = x.shape
-        if self.qk is None:  # one softmax for the whole batch, nothing to fuse
-            attn = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal).softmax(dim=-1)
-            x = attend(self.attn_drop(attn), x)
+        if self.qk is None:  # the same weights for all images
+            scores = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         else:
             q, k = self.qk(x).reshape(B, N, 2, self.num_heads, D).permute(2, 0, 3, 1, 4).unbind(0)
             attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
-            if self.fused_attn:
-                v = x.unsqueeze(1).expand(B, self.num_heads, N, D)
-                x = F.scaled_dot_product_attention(
-                    q, k, v, attn_mask=attn_bias, dropout_p=self.attn_drop.p if self.training else 0.)
-                x = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)  # ONNX cannot flatten a view
-            else:
-                attn = (q * D ** -0.5) @ k.transpose(-2, -1) + attn_bias
-                x = attend(self.attn_drop(attn.softmax(dim=-1)), x)
+            scores = (q * D ** -0.5) @ k.transpose(-2, -1) + attn_bias
+        attn = self.attn_drop(scores.softmax(dim=-1))
+        x = (attn.flatten(1, 2) @ x).reshape(B, self.num_heads, N, D).transpose(1, 2)
         return self.proj_drop(self.proj(self.value(x.flatten(2))))
 
     @property

@@ -23,7 +23,6 @@ from .explorer import check_alike, explorer_html, model_name
 
 NUM_PAGE_IMAGES = 4
 MIN_WIDTH = 6  # inches, for the title
-ALIKE = 1e-3  # largest difference of heads that look alike, relative to the brightest
 # Fields of `HeadStatistics`: title, colours, factor and format of the numbers, lowest upper end of the colours.
 MEASURES = {
     'best_weight': ('weight on the best offset, %: 100 is a tap of a convolution', 'viridis', 100, '{:.0f}', 100),
@@ -85,14 +84,10 @@ def attention_figure(
             line[0].imshow(image.numpy(), extent=(-0.5, width - 0.5, height - 0.5, -0.5), aspect='auto')
             line[0].set_box_aspect(image.shape[0] / image.shape[1])
             _frame(line[0], row.query)
-        flat = row.weights.flatten(1)
-        twins = (torch.cdist(flat, flat, p=math.inf) <= ALIKE * brightest).int().argmax(dim=1)  # the first one
         for head, (axis, weights) in enumerate(zip(line[first:], row.weights)):
             axis.imshow(weights.numpy(), norm=PowerNorm(0.5, vmin=0, vmax=brightest or 1.), cmap='magma')
             _frame(axis, row.query)
-            if twins[head] < head and weights.max() > ALIKE * brightest:
-                axis.set_xlabel(f'as head {twins[head] + 1}', fontsize=7, labelpad=2)
-            elif row.zero_key is not None and row.zero_key[head] >= 0.005:
+            if row.zero_key is not None and row.zero_key[head] >= 0.005:
                 axis.set_xlabel(f'nothing: {row.zero_key[head]:.1%}', fontsize=7, labelpad=2)
     figure.suptitle(f'{title}, from the framed patch\n(brightness: square root of the weight)', fontsize=10)
     return figure

@@ -32,22 +32,12 @@ def create_model(
         checkpoint: Optional[PathLike] = None,
         **kwargs: Any,
 ) -> Any:
-    """Create a model of timm for square images of this size.
+    """Create a model of timm for square images of this size, by default the model's own.
 
-    Without weights, images are normalized alike for all models, and the seed alone decides. With them, images are
-    prepared as the model is used to, and the classifier is new if there is another number of classes.
-
-    Args:
-        name: Name in timm, with a tag or not; 'hf-hub:USER/NAME' or 'local-dir:FOLDER', which have weights.
-        img_size: Pixels of a side; None for the model's own.
-        seed: Of new weights.
-        crop_mode: How oblong images become square, in timm's terms; None for the model's own way.
-        pretrained: Start from timm's weights of that name.
-        checkpoint: File to start from, a checkpoint or state dict of this model.
-        **kwargs: Arguments of `timm.create_model`.
-
-    Raises:
-        ValueError: If an argument is unknown, or weights are missing, cannot be downloaded, or are of another model.
+    Without weights, images are normalized alike for all models, and the seed alone decides. With them (timm's for the
+    name, those of 'hf-hub:USER/NAME' or 'local-dir:FOLDER', or a checkpoint of this model), images are prepared as the
+    model is used to, and the classifier is new if there is another number of classes. ValueError is raised if weights
+    are missing, cannot be downloaded, or are of another model.
     """
     random_seed(seed)
     has_weights = pretrained or checkpoint is not None or name.startswith(SOURCES)
@@ -92,11 +82,9 @@ def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any
         return None
     model = build_model(checkpoint)
     in_chans, size, _ = model.pretrained_cfg['input_size']
-    others = {key: value for key, value in kwargs.items() if key not in ('num_classes', 'in_chans')}
+    others = kwargs.keys() - {'num_classes', 'in_chans'}
     if img_size not in (None, size) or kwargs.get('in_chans', in_chans) != in_chans or others:
-        raise ValueError(
-            f'{name} has attention for {in_chans} channels of {size} x {size} pixels: leave out --img-size and '
-            '--model-kwargs.')
+        raise ValueError(f'{name} has attention for {size} x {size} pixels: leave out --img-size and --model-kwargs.')
     model.pretrained_cfg['num_classes'] = model.num_classes  # of the weights
     if kwargs.get('num_classes', model.num_classes) != model.num_classes:
         model.reset_classifier(kwargs['num_classes'])

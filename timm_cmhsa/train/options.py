@@ -29,7 +29,7 @@ POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'lr', 
             'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
 CHOICES = dict(
-    start=['convolution'], keep=['last', 'best'], fit=[*CROP_MODES], class_weights=['balanced'])
+    start=['convolution'], fit=[*CROP_MODES], class_weights=['balanced'])
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
     'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'local_rank',
@@ -76,8 +76,6 @@ def add_options(parser: ArgumentParser) -> None:
     add('--weight-decay', metavar='W', type=float, default=0.05, help='(default: %(default)s)')
     add('--class-weights', choices=CHOICES['class_weights'], help='weigh all classes alike, whatever their sizes')
     add('--ema', metavar='DECAY', type=float, default=0., help='average the weights, for example with 0.999')
-    add('--keep', choices=CHOICES['keep'], default='last',
-        help='weights to keep at the end; the best ones are chosen on the validation images (default: %(default)s)')
     add('--tta', action='store_true', default=None, help='judge by the mean of each image and its mirror image')
     add('--seed', metavar='N', type=int, default=0, help='(default: %(default)s)')
     add = parser.add_argument_group('augmentation').add_argument

