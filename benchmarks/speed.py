@@ -49,7 +49,7 @@ MODELS: Dict[str, Dict[str, Any]] = {  # arguments by title, which begins with t
     'cmhsa_attn': {},
     'cmhsa_attn, qk_dim=768 (the paper)': dict(qk_dim=768),
     'cmhsa_attn, 16 heads of 96': THIN,
-    'cmhsa_attn, 16 heads of 96, hard_attn': dict(THIN, hard_attn=True),
+    'cmhsa_attn, 16 heads of 96, hard_attn': THIN,
     **{key: {} for key in ('resnet18', 'cmhsa_hybrid_conv_224', 'cmhsa_hybrid_attn_224')},
 }
 NAMES = ', '.join(f'"{name}"' for name in MODELS)
@@ -155,6 +155,12 @@ def measure(title: str, phase: str, args: argparse.Namespace) -> Dict[str, Any]:
 
 def create_for(title: str, phase: str) -> nn.Module:
     model = timm.create_model(title.split(',')[0], **MODELS[title])
+    if 'hard_attn' in title:
+        for attn in (block.attn for block in model.blocks):
+            for head in range(attn.num_heads):
+                attn.rel_pos.point_head(head, [(head // 4 - 1, head % 4 - 1)], sharpness=50.)
+            attn.qkv.weight.data[:attn.widths[0]] = 0
+        model.set_hard_attn()
     return model.train() if phase == 'training' else reparameterize_model(model.eval(), inplace=True)
 
 

@@ -29,6 +29,18 @@ def phase1(name='test_cmhsa_conv_k3', seed=0, **kwargs):
     return model
 
 
+@torch.no_grad()
+def make_hard(model):
+    """Point the heads of a phase-2 model at the nearest offsets, and compute them as shifts."""
+    for attn in (block.attn for block in model.blocks):
+        for head in range(attn.num_heads):
+            attn.rel_pos.point_head(head, [(head // 3 % 3 - 1, head % 3 - 1)], 50.)
+        for parameter in attn.qkv.parameters():
+            parameter[:attn.widths[0]] = 0
+    model.set_hard_attn()
+    return model
+
+
 def images_for(model, count=2, seed=0):
     """Return random images of the model's size and type."""
     generator = torch.Generator().manual_seed(seed)

@@ -16,7 +16,7 @@ from timm_cmhsa.plots import PlotError, explorer_html, mean_attention, plot_atte
 
 @pytest.mark.parametrize(('name', 'kwargs'), [
     ('test_cmhsa_attn', {}), ('test_cmhsa_attn', dict(rel_pos='padded_table')),
-    ('test_cmhsa_attn', dict(hard_attn=True)), ('test_pixel_attn', {}),
+    ('test_pixel_attn', {}),
     ('test_pixel_attn', dict(rel_pos='learned_content')), ('test_vit', dict(reg_tokens=2)),
     ('vit_relpos_small_patch16_224', dict(depth=2, img_size=32, patch_size=4)),
     ('beit_base_patch16_224', dict(depth=2, img_size=32, patch_size=4)),

@@ -8,6 +8,7 @@ import os
 import pytest
 import timm
 import torch
+from helpers import make_hard
 from timm.layers import set_fused_attn
 from timm.utils import reparameterize_model
 from torch import nn
@@ -24,7 +25,7 @@ FORMS = {
     'phase 1': ('cmhsa_conv_k5', dict(img_size=112)),
     'wide': ('cmhsa_attn', dict(img_size=112)),
     'soft': ('cmhsa_attn_soft', dict(img_size=112)),
-    'hard': ('cmhsa_attn', dict(img_size=112, hard_attn=True)),
+    'hard': ('cmhsa_attn', dict(img_size=112)),
     'hybrid, phase 1': ('cmhsa_hybrid_conv_64', {}),
     'hybrid': ('cmhsa_hybrid_attn_64', {}),
     'pixels': ('pixel_attn_quadratic', {}),
@@ -46,6 +47,7 @@ def create(form):
     """A model in training mode, and images."""
     name, kwargs = FORMS[form]
     model = timm.create_model(name, num_classes=10, depth=2, **kwargs).to(DEVICE)
+    model = make_hard(model) if form == 'hard' else model
     return model, torch.randn(4, 3, *model.patch_embed.img_size, device=DEVICE)
 
 

@@ -4,7 +4,7 @@ import copy
 import pytest
 import timm
 import torch
-from helpers import images_for, max_error
+from helpers import images_for, make_hard, max_error
 from timm.layers import set_fused_attn
 from torch import nn
 from torchvision.models.feature_extraction import create_feature_extractor
@@ -16,7 +16,7 @@ FORMS = {
     'soft': ('test_cmhsa_attn', dict(num_heads=10, head_dim=24, qk_dim=8, rel_pos='padded_table')),
     'hybrid, phase 1': ('test_cmhsa_conv_k3', HYBRID),
     'hybrid': ('test_cmhsa_attn', dict(HYBRID, qk_dim=8, rel_pos='padded_table')),
-    'hard': ('test_cmhsa_attn', dict(hard_attn=True)),
+    'hard': ('test_cmhsa_attn', {}),
 }
 all_forms = pytest.mark.parametrize('form', FORMS)
 both = pytest.mark.parametrize('fused', [True, False], ids=['fused', 'unfused'])
@@ -27,12 +27,9 @@ def create(form, fused=True, depth=2, **kwargs):
     set_fused_attn(fused)
     name, args = FORMS[form]
     model = timm.create_model(name, num_classes=10, depth=depth, **args, **kwargs).eval()
-    hard = {id(parameter) for block in model.blocks if args.get('hard_attn')
-            for parameter in (*block.attn.rel_pos.parameters(), *block.attn.qkv.parameters())}
     for parameter in model.parameters():
-        if id(parameter) not in hard:
-            nn.init.normal_(parameter, std=0.1)
-    return model
+        nn.init.normal_(parameter, std=0.1)
+    return make_hard(model) if form == 'hard' else model
 
 
 @pytest.mark.filterwarnings('ignore::torch.jit.TracerWarning')  # checks of shapes become constants

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import timm
 import torch
-from helpers import images_for, max_error, phase1, train
+from helpers import images_for, make_hard, max_error, phase1, train
 from hypothesis import given, strategies as st
 from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.utils import reparameterize_model
@@ -172,19 +172,6 @@ def test_shifts_compute_the_same_at_any_size(kwargs):
             torch.testing.assert_close(hard(images), model(images), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(('name', 'kwargs'), [
-    ('test_cmhsa_attn', {}), ('test_cmhsa_attn', dict(num_heads=3, fc_norm=True, rel_pos='padded_table')),
-    ('cmhsa_attn_patch4_32', {}), ('cmhsa_attn_soft_patch4_32', {})])
-def test_a_random_start_looks_at_the_nearest_patches(name, kwargs):
-    model = timm.create_model(name, depth=2, num_classes=5, hard_attn=True, **kwargs).eval()
-    reach = {max(map(abs, offset)) for offset in hard_offsets(model.blocks[0].attn)}
-    assert reach == {0, 1}
-    model.init_weights()
-    expected = model(IMAGES)
-    model.set_hard_attn(False)
-    torch.testing.assert_close(model(IMAGES), expected, atol=1e-5, rtol=0)
-
-
 def test_what_was_frozen_by_hand_stays_frozen():
     model = timm_cmhsa.convert_model(phase1(depth=2))
     model.blocks[0].attn.rel_pos.requires_grad_(False)
@@ -221,8 +208,8 @@ def test_soft_heads_are_refused_and_the_model_stays_as_it_was():
 
 def test_what_shifts_cannot_do_is_refused():
     with pytest.raises(ValueError, match='use attn_drop_rate=0'):
-        timm.create_model('test_cmhsa_attn', hard_attn=True, attn_drop_rate=0.1)
-    model = timm.create_model('test_cmhsa_attn', hard_attn=True)
+        make_hard(timm.create_model('test_cmhsa_attn', attn_drop_rate=0.1))
+    model = make_hard(timm.create_model('test_cmhsa_attn'))
     for mask in (dict(is_causal=True), dict(attn_mask=torch.zeros(64, 64))):
         with pytest.raises(ValueError, match='no attention to mask'):
             model.blocks[0].attn(torch.randn(1, 64, 48), **mask)
@@ -231,7 +218,7 @@ def test_what_shifts_cannot_do_is_refused():
 @pytest.mark.parametrize('weights_first', [False, True])
 def test_creation_without_memory(weights_first):
     """A model with hard heads is created on the meta device, then gets its weights."""
-    source = timm.create_model('test_cmhsa_attn', hard_attn=True).eval()
+    source = make_hard(timm.create_model('test_cmhsa_attn').eval())
     model = timm.create_model('test_cmhsa_attn', hard_attn=True, device='meta').to_empty(device='cpu').eval()
     steps = [lambda: reinit_non_persistent_buffers(model), lambda: model.load_state_dict(source.state_dict())]
     for step in reversed(steps) if weights_first else steps:

@@ -8,7 +8,7 @@ from timm.layers import to_2tuple, use_fused_attn
 from torch import nn
 
 from .layers import Mask, Size2d, reject_attn_mask
-from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos, exact_sharpness
+from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos
 from .shifts import HeadShifts, hard_offsets
 
 # keep as leaves for FX
@@ -56,11 +56,10 @@ class RelPosAttention(nn.Module):
             attn_drop, proj_drop: Dropout rates of the attention weights and of the output.
             rel_pos: Relative position bias, 'table' or 'padded_table'.
             padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
-            hard_attn: Start with hard heads at the nearest offsets, computed as shifts, see `set_hard_attn`.
+            hard_attn: Compute heads as shifts as soon as weights are loaded, see `set_hard_attn`.
 
         Raises:
-            ValueError: If a number or width is not positive, the relative position bias is unknown, or attention
-                weights of hard heads are to be dropped.
+            ValueError: If a number or width is not positive, or the relative position bias is unknown.
         """
         super().__init__()
         head_dim = dim if head_dim is None else head_dim
@@ -89,9 +88,7 @@ class RelPosAttention(nn.Module):
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         self.rel_pos.reset_parameters(generator)
-        if self.hard_attn:
-            self._point_at_nearest()
-            self.set_hard_attn()
+        self.shifts = None  # of the weights before
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if self.shifts is not None and self.fused_attn:
@@ -158,19 +155,6 @@ class RelPosAttention(nn.Module):
                 f'hard_attn needs heads with zero queries that look at one offset: {num_soft} of {self.num_heads} '
                 'heads do not. Train them as attention.')
         return offsets
-
-    @torch.no_grad()
-    def _point_at_nearest(self) -> None:
-        """Make all heads hard, with zero queries as after a conversion, each at an offset, the nearest ones first."""
-        rel_pos, (height, width) = self.rel_pos, self.grid_size
-        reach = rel_pos.padding if isinstance(rel_pos, PaddedRelPosTable) else (height - 1, width - 1)
-        offsets = [(row, col) for row in range(-reach[0], reach[0] + 1) for col in range(-reach[1], reach[1] + 1)]
-        offsets.sort(key=lambda offset: (max(map(abs, offset)), offset))
-        sharpness = exact_sharpness(height * width, self.qkv.weight.dtype)
-        for head in range(self.num_heads):
-            rel_pos.point_head(head, [offsets[head % len(offsets)]], sharpness)
-        for parameter in self.qkv.parameters():
-            parameter[:self.widths[0]] = 0
 
     def used_heads(self) -> torch.Tensor:
         """Return whether the output projection of a head is not zero: shape (num_heads,)."""
