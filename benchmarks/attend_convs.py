@@ -1,7 +1,7 @@
 """Measure a CNN whose convolutions became attention: python benchmarks/attend_convs.py [--model resnet18]
 
-Prints the cost of every layer, the time to make the model and to run it on one image, as attention and with hard heads
-as shifts, the difference of the logits and the peak memory.
+Prints the parameters of every layer, the operations of the model before and after, the time to make it and to run it on
+one image, as attention and with hard heads as shifts, the difference of the logits and the peak memory.
 """
 import argparse
 import resource
@@ -10,9 +10,17 @@ import time
 import timm
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import attend_convs
 from timm_cmhsa.cnn import attention_summary
+
+
+def count_operations(model: nn.Module, image: torch.Tensor) -> int:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model(image)
+    return counter.get_total_flops()
 
 
 @torch.no_grad()
@@ -27,12 +35,15 @@ def main() -> None:
         if isinstance(module, nn.BatchNorm2d):  # timm starts the last ones of residual branches at zero
             nn.init.uniform_(module.weight, 0.5, 1.)
     image = torch.randn(1, 3, args.img_size, args.img_size)
+    operations = [count_operations(model, image)]
     logits, times = model(image), [time.perf_counter()]
     attend_convs(model, '*', image.shape[1:])
     times.append(time.perf_counter())
     error = (model(image) - logits).abs().max() / logits.abs().max()
     times.append(time.perf_counter())
+    operations.append(count_operations(model, image))
     print(attention_summary(model))
+    print(f'{operations[0] / 1e9:.1f} -> {operations[1] / 1e9:.1f} G operations')
     shifts = timm.utils.reparameterize_model(model)
     shifts(image)
     times.append(time.perf_counter())

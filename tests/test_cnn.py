@@ -12,8 +12,6 @@ from helpers import max_error, train
 from hypothesis import HealthCheck, assume, given, settings, strategies as st
 from timm.layers import Conv2dSame, StdConv2d
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from timm_cmhsa import attend_convs, attention_maps
 from timm_cmhsa.cnn import AttendedConv2d, attention_summary
@@ -192,29 +190,15 @@ def test_a_shared_convolution_stays_shared():
     assert model[1][0] is model[0][0]
 
 
-def test_summary_lists_layers_and_their_cost(caplog):
+def test_summary_lists_layers_and_their_parameters(caplog):
     model = resnet().eval()
     with caplog.at_level(logging.INFO, 'timm_cmhsa'):
         attend_convs(model, ['conv1', 'layer4.1.conv2'], (3, 32, 32))
-    _, stem, last, total = attention_summary(model).splitlines()
-    assert re.match('conv1 .*7x7, stride 2 .*16 x 16', stem)
+    _, stem, last = attention_summary(model).splitlines()
+    assert re.match('conv1 .*7 x 7, stride 2 .*16 x 16', stem)
     # 9 * 32^2 parameters of a convolution on a map of one pixel
-    assert re.match(r'layer4\.1\.conv2 .*0\.00922 -> ', last)
-    assert '1 of 32' in last
-    assert total.startswith('2 in all')
+    assert re.match(r'layer4\.1\.conv2 .*1 of 32 .*0\.00922 -> ', last)
     assert attention_summary(model) in caplog.text
-
-
-@pytest.mark.parametrize('side', [2, 8])
-@pytest.mark.parametrize('groups', [1, 2])
-def test_multiply_accumulates_are_those_of_the_layer(side, groups):
-    """The summary agrees with what PyTorch counts, up to the zero key."""
-    conv = nn.Conv2d(128, 32, 3, padding=1, groups=groups)
-    model = attend_convs(nn.Sequential(conv), '*', (128, side, side), peak=0.75)
-    macs = float(attention_summary(model).split()[-1])
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(torch.randn(1, 128, side, side))
-    assert macs == pytest.approx(counter.get_total_flops() / 2e6, rel=0.1)
 
 
 def test_widths_of_heads_are_chosen_by_their_cost():
@@ -395,7 +379,7 @@ def test_wrapped_models_run_the_attention(wrap, is_warm):
             wrapped(x)
     assert attend_convs(wrapped, '[02]', (3, 8, 8)) is wrapped
     assert len(attended(wrapped)) == 2
-    assert '2 in all' in attention_summary(wrapped)
+    assert len(attention_summary(wrapped).splitlines()) == 3
     torch.testing.assert_close(wrapped(x), expected, atol=1e-5, rtol=1e-5)
     last = [module for module in wrapped.modules() if isinstance(module, AttendedConv2d)][-1]
     last.attn.proj.bias.data += 1

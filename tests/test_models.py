@@ -129,7 +129,6 @@ def test_arguments(name, kwargs):
     assert logits.shape == (2, *tokens, model.num_classes or model.embed_dim)
     logits.square().mean().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
-    assert model(images[:0]).shape == (0, *logits.shape[1:])
     model.set_input_size((24, 16))
     same = timm.create_model(name, **model.model_args())
     same.load_state_dict(model.state_dict())

@@ -77,7 +77,6 @@ class AttendedConv2d(nn.Module):
         self.kernel_size, self.stride, self.dilation = conv.kernel_size, conv.stride, conv.dilation
         self.padding, self.padding_mode = conv.padding, conv.padding_mode
         self.num_params = sum(parameter.numel() for parameter in conv.parameters())  # of the convolution
-        self.macs = conv.weight.numel() * math.prod(out_size)  # multiply-accumulates for one image
         self.train(conv.training)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -95,8 +94,8 @@ def attend_convs(
     """Replace convolutions of a CNN, in place, by self-attention that computes the same function. Return the model.
 
     Runs the model before and after on the same random input. If the outputs differ by more than rounding, nothing is
-    changed. Convolutions that cannot be replaced stay, with a warning that says why. The cost is logged, see
-    `attention_summary`: it grows with the square of the number of tokens, so take larger patches, or later stages only.
+    changed. Convolutions that cannot be replaced stay, with a warning that says why. The others are logged, see
+    `attention_summary`. Costs grow with the square of the number of tokens: take larger patches, or later stages only.
 
     Afterwards the model takes inputs of this size only. Make optimizers and DistributedDataParallel afterwards, and
     call timm's `reparameterize_model` before, as it reads the weights of convolutions.
@@ -160,26 +159,16 @@ def attend_convs(
 
 
 def attention_summary(model: nn.Module) -> str:
-    """Return a table of the convolutions that `attend_convs` replaced, with their cost before and after."""
-    rows, costs = [('layer', 'convolution', 'tokens', 'heads', 'params, M', 'multiply-accumulates, M')], []
+    """Return a table of the convolutions that `attend_convs` replaced, with their parameters before and after."""
+    rows = [('layer', 'convolution', 'tokens', 'heads', 'params, M')]
     for name, module in unwrap_model(model).named_modules():
         if isinstance(module, AttendedConv2d):
-            attn, (height, width) = module.attn, module.grid_size
-            num_params = sum(parameter.numel() for parameter in attn.parameters())
-            num_weights = attn.qkv.weight.numel() + attn.proj.weight.numel()
-            macs_of_scores = attn.num_heads * (attn.qk_dim + attn.head_dim) * height * width  # of a token
-            macs = height * width * (num_weights + macs_of_scores)
-            costs.append([module.num_params, num_params, module.macs, macs])
-            kernel = f"{'x'.join(map(str, module.kernel_size))}, stride {module.stride[0]}"
-            heads = f'{attn.num_heads} of {attn.head_dim}'
-            rows.append((name, kernel, f'{height} x {width}', heads, *_changes(costs[-1])))
-    rows.append((f'{len(costs)} in all', '', '', '', *_changes([sum(column) for column in zip(*costs)] or [0] * 4)))
+            attn, num_params = module.attn, sum(parameter.numel() for parameter in module.attn.parameters())
+            rows.append((
+                name, '{} x {}, stride {}'.format(*module.kernel_size, module.stride[0]),
+                '{} x {}'.format(*module.grid_size), f'{attn.num_heads} of {attn.head_dim}',
+                f'{module.num_params / 1e6:.3g} -> {num_params / 1e6:.3g}'))
     return text_table(rows)
-
-
-def _changes(costs: Sequence[int]) -> Tuple[str, str]:
-    params, new_params, macs, new_macs = (cost / 1e6 for cost in costs)
-    return f'{params:.3g} -> {new_params:.3g}', f'{macs:.3g} -> {new_macs:.3g}'
 
 
 def _select(model: nn.Module, patterns: Sequence[str]) -> Dict[str, Any]:

@@ -139,9 +139,6 @@ class Cmhsa(VisionTransformer):
             if hasattr(layer, 'set_grid_size'):
                 layer.set_grid_size(self.patch_embed.grid_size)
 
-    def _pos_embed(self, x: torch.Tensor) -> torch.Tensor:
-        return x  # There is none to add, and timm's method fails for an empty batch.
-
 
 class CmhsaConv(Cmhsa):
     """Phase 1: every attention replaced by a K x K convolution over the whole image. Raw patches are not projected.
