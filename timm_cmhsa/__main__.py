@@ -15,10 +15,7 @@ https://github.com/huggingface/pytorch-image-models. This package's trainer is `
 
 
 def main() -> None:
-    """Do what `python SCRIPT ARGUMENTS` does: the same `sys.argv`, `sys.path`, output and exit status.
-
-    timm is imported before the script starts, so that it is the installed one, not one in the script's folder.
-    """
+    """Do what `python SCRIPT ARGUMENTS` does, but with the installed timm, not one in the script's folder."""
     parser = argparse.ArgumentParser(prog='python -m timm_cmhsa', description=__doc__)
     parser.add_argument('script', metavar='SCRIPT')
     parser.add_argument('arguments', metavar='ARGUMENTS', nargs=argparse.REMAINDER).required = False  # in the message

@@ -6,15 +6,12 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Tup
 
 import torch
 from timm.layers import Attention, gen_relative_position_index
-from timm.models import beit, vision_transformer_relpos as relpos
 from timm.models.vision_transformer import VisionTransformer
 from timm.utils import unwrap_model
 from torch import nn
 
 from .rel_pos import OffsetRelPos
 
-STOCK = VisionTransformer, relpos.VisionTransformerRelPos, beit.Beit
-STOCK_LAYERS = Attention, relpos.RelPosAttention, beit.Attention
 BATCH_WEIGHTS = 2 ** 26  # attention weights of all layers at once: 256 MB in float32
 
 
@@ -39,20 +36,16 @@ class HeadStatistics(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> Dict[str, Any]:
-    """Return the attention layers with heads of this package, or of a ViT of timm, by name, '' for a layer itself.
-
-    PlotError is raised if there are none.
-    """
-    stock_layers = STOCK_LAYERS if isinstance(model, STOCK) else ()
+    """Return the attention layers of this package, or of a ViT of timm, by name. Raise PlotError if there are none."""
+    is_stock = isinstance(model, VisionTransformer)
     layers: Dict[str, Any] = {
-        name: layer for name, layer in model.named_modules() if getattr(layer, 'num_heads', 0)
-        and (isinstance(getattr(layer, 'rel_pos', None), OffsetRelPos) or isinstance(layer, stock_layers))}
+        name: layer for name, layer in model.named_modules()
+        if isinstance(getattr(layer, 'rel_pos', None), OffsetRelPos) or (is_stock and isinstance(layer, Attention))}
     if not layers:
         found = {type(each).__name__ for each in model.modules() if hasattr(each, 'attn_drop')}  # timm's attention
         raise PlotError(
             f'{type(model).__name__} has no attention that can be drawn (found: {", ".join(sorted(found)) or "none"}): '
-            'use a phase-2 model (convert_model), a CNN after attend_convs, or a VisionTransformer, '
-            'VisionTransformerRelPos or Beit of timm.')
+            'use a phase-2 model (convert_model), a CNN after attend_convs, or a VisionTransformer of timm.')
     return layers
 
 
@@ -75,7 +68,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
 
     Args:
         model: A model of this package, one with convolutions replaced by `attend_convs`, an attention layer, or a
-            `VisionTransformer`, `VisionTransformerRelPos` or `Beit` of timm.
+            `VisionTransformer` of timm.
         images: Input of the model: images of shape (B, C, H, W), or tokens of shape (B, N, dim) for a layer.
 
     Raises:
@@ -83,7 +76,7 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
     """
     model = unwrap_model(model)
     layers = attention_layers(model)
-    if isinstance(model, STOCK) and tuple(images.shape[2:]) != model.patch_embed.img_size:
+    if isinstance(model, VisionTransformer) and tuple(images.shape[2:]) != model.patch_embed.img_size:
         raise ValueError(f'Images of {tuple(images.shape[2:])} pixels: first call set_input_size for this size.')
     maps: Dict[str, AttentionMaps] = {}
 
@@ -107,13 +100,10 @@ def attention_maps(model: nn.Module, images: torch.Tensor) -> Dict[str, Attentio
 
 @contextlib.contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Switch a model to eval mode, without compiled code, which skips hooks, and every module back afterwards.
-
-    This sets flags instead of calling `eval`, which makes some modules merge their weights.
-    """
+    """Switch a model to eval mode, without compiled code, which skips hooks, and every module back afterwards."""
     training = {module: module.training for module in model.modules()}
     for module in training:
-        module.training = False
+        module.training = False  # `eval` makes some modules merge their weights
     try:
         with torch.compiler.set_stance('force_eager'):
             yield

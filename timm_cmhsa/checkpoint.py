@@ -75,10 +75,7 @@ def load_model(source: PathLike, architecture: Optional[str] = None, use_ema: bo
 
 
 def open_model(source: PathLike) -> nn.Module:
-    """Load a model as `load_model` does, or another one of timm: from a folder or the Hub, or pretrained by its name.
-
-    Errors are those of `load_model`.
-    """
+    """Load a model as `load_model` does, or one of timm: from a folder, from the Hub, or pretrained by its name."""
     path, name = local_path(source), str(source)
     if os.path.exists(path) or not timm.is_model_pretrained(name):
         checkpoint = Checkpoint.read(source)

@@ -1,7 +1,4 @@
-"""How good a classifier is, and what it gets wrong, by its logits, (N, num_classes), and the classes, (N,).
-
-Needs matplotlib, scikit-learn and scipy: the extra `train`.
-"""
+"""How good a classifier is, and what it gets wrong, by its logits, (N, num_classes), and the classes, (N,)."""
 import math
 from functools import partial
 from typing import Any, Callable, Dict, List, Sequence, Set, Tuple

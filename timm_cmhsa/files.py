@@ -69,10 +69,7 @@ def _holds_our_model(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def replacing(dst: Path, force: bool) -> Iterator[Path]:
-    """Give a temporary path beside a destination. What is written there takes its place when the block ends.
-
-    What appeared at the destination meanwhile stays, and an error is raised.
-    """
+    """Give a temporary path. What is written there takes the place of `dst` in the end, if nothing else did."""
     token = secrets.token_hex(4)
     new, old = (dst.with_name(f'.timm_cmhsa-{token}-{which}{dst.suffix}') for which in ('new', 'old'))
     try:

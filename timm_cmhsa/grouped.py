@@ -1,7 +1,4 @@
-"""Attention in place of depthwise and grouped convolutions: heads move tokens, and each group has weights of its own.
-
-A depthwise convolution then costs a weight for every channel and head, not a matrix.
-"""
+"""Attention for depthwise and grouped convolutions: heads move tokens, and a channel has a weight for every head."""
 import math
 from typing import Any, Tuple
 
@@ -53,12 +50,7 @@ class GroupedAttention(RelPosAttention):
     def __init__(
             self, dim: int, grid_size: Size2d, num_heads: int, dim_out: int, groups: int, area: int, out_area: int,
             **kwargs: Any) -> None:
-        """
-        Args:
-            dim, grid_size, num_heads, dim_out, **kwargs: See `RelPosAttention`.
-            groups: Groups of channels. Tokens are flattened patches, in which the channel varies fastest.
-            area, out_area: Pixels of a patch of the input and of the output.
-        """
+        """See `RelPosAttention`. Areas are the pixels of a patch, a flattened token, of the input and the output."""
         super().__init__(dim, grid_size, num_heads, 1, GROUPED_QK_DIM, dim_out, **kwargs)
         dd: Any = {'device': kwargs.get('device'), 'dtype': kwargs.get('dtype')}
         self.head_dim = dim_out

@@ -315,10 +315,7 @@ def registered_hybrid(kind: str, img_size: Size2d) -> str:
 
 def registered_variant(
         kind: str, patch_size: Tuple[int, int], hidden_chans: int, stem: str, img_size: Size2d) -> str:
-    """Return the registered model of a kind, such as 'cmhsa_attn', with tokens of this shape, or else the kind.
-
-    With a stem it is a hybrid for images of this size, whatever its tokens.
-    """
+    """Return the registered model of a kind, such as 'cmhsa_attn', with such tokens, or with a stem for such images."""
     if stem:
         return registered_hybrid('attn' if 'attn' in kind else 'conv', img_size)
     small = patch_size == to_2tuple(_PATCH4_32['patch_size']) and hidden_chans == _PATCH4_32['hidden_chans']

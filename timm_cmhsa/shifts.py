@@ -54,10 +54,7 @@ def shift_tokens(x: torch.Tensor, offset: Offset, grid_size: Grid) -> torch.Tens
 
 
 class HeadShifts(nn.Module):
-    """Move the values of every head by its offset: (B, N, num_heads * head_dim) to the same shape.
-
-    Heads with offset None are left out: their output is zero.
-    """
+    """Move the values of every head by its offset, None for zeros: (B, N, num_heads * head_dim) to the same shape."""
 
     def __init__(self, offsets: List[Optional[Offset]], head_dim: int, grid_size: Grid) -> None:
         super().__init__()

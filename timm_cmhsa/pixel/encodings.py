@@ -47,10 +47,7 @@ class QuadraticRelPos(OffsetRelPos):
 
 
 class GeneralQuadraticRelPos(QuadraticRelPos):
-    """A Gaussian of any shape: bias -(offset - center)^T Sigma^-1 (offset - center) / 2, Sigma^-1 = inv_std inv_std^T.
-
-    Equation 19 of the paper (Appendix E).
-    """
+    """A Gaussian of any shape, with Sigma^-1 = inv_std inv_std^T (Equation 19): bias -d^T Sigma^-1 d / 2."""
     name = 'quadratic_gen'
     unit_inv_std = torch.eye(2)
 

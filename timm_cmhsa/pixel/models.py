@@ -95,13 +95,7 @@ class PixelAttn(Cmhsa):
             mlp_ratio: float = 1.28,
             **kwargs: Any,
     ) -> None:
-        """
-        Args:
-            num_heads: Number of heads.
-            rel_pos: Relative position encoding: 'quadratic', 'quadratic_gen', 'learned' or 'learned_content', which
-                attends by content as well.
-            patch_size, hidden_chans, mlp_ratio, **kwargs: See `Cmhsa`.
-        """
+        """See `Cmhsa`. `rel_pos` is 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'."""
         super().__init__(patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs)
         dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:

@@ -226,10 +226,7 @@ def _sizes(samples: Samples) -> List[Tuple[int, int]]:
 
 
 def write_digits(folder: Path, num_train: int = 400, seed: int = 0, canvas: int = CANVAS, num_test: int = 0) -> None:
-    """Write scikit-learn's handwritten digits, each at a random place of a canvas, as a folder for `open_folder`.
-
-    The digits of `test`, if any, are the same for all seeds, at other places.
-    """
+    """Write scikit-learn's digits at random places of a canvas, those of `test` (if any) the same for all seeds."""
     from sklearn.datasets import load_digits
 
     digits, rng = load_digits(), np.random.RandomState(seed)

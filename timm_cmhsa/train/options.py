@@ -227,10 +227,7 @@ def choose_options(
 
 
 def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> Dict[str, Tuple[Any, str]]:
-    """Return what is chosen for a model, by its name and whether it starts from weights, and why, by option.
-
-    `opt` is an optimizer that is given. Steps have `share` of the images for which learning rates are right.
-    """
+    """Return what is chosen for a model, and why, by option. Steps have `share` of the images that rates are for."""
     is_hybrid = name.startswith('cmhsa_hybrid')
     attends = _attends(name)
     kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'

@@ -66,10 +66,7 @@ def _save_for_timm(model: Any, folder: Path, label_names: List[str]) -> None:
 def write_report(
         output: Path, results: Dict[str, Any], found: Images, final: Judged, models: Dict[str, nn.Module],
         images: torch.Tensor) -> None:
-    """Write results.json, results.md and pictures of curves, of final errors and of models' attention.
-
-    All mistakes of the final model on the validation images are in mistakes.csv.
-    """
+    """Write results.json, results.md, mistakes.csv and pictures: of curves, of final errors and of attention."""
     (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')
     samples, names, predicted = found.splits['validation'], found.class_names, final.predicted['validation']
     write_csv(output / 'mistakes.csv', mistake_rows(find_mistakes(*predicted), samples, names))

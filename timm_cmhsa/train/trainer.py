@@ -176,10 +176,7 @@ class Trainer:
         return state
 
     def seconds_per_epoch(self, name: str, model: nn.Module) -> Tuple[float, float]:
-        """Return how long an epoch of training and its validation take, by a few steps of a copy.
-
-        The answer stays when a run goes on.
-        """
+        """Return how long an epoch and its validation take, by a few steps of a copy. This stays when a run goes on."""
         few, model = copy.copy(self), copy.deepcopy(model)
         few.args = Namespace(**{**vars(self.args), 'epochs': 3})
         shortest = math.inf  # a step, and the start of a loader
