@@ -92,6 +92,9 @@ def open_model(source: PathLike) -> nn.Module:
 
 def build_model(checkpoint: 'Checkpoint', architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
     """Build the model of a checkpoint, and warn of what was assumed. See `load_model`."""
+    if checkpoint.spec.attend:
+        check_tensors(checkpoint.tensors, checkpoint.source)
+        return create_attended(checkpoint, **model_kwargs)
     model = checkpoint.model(architecture, **model_kwargs)
     for note in checkpoint.spec.notes:
         _logger.warning('%s: %s', checkpoint.source, note)
@@ -160,10 +163,7 @@ class Checkpoint:
         return cls(Spec(architecture, args, cfg), tensors)
 
     def model(self, architecture: Optional[str] = None, **model_kwargs: Any) -> Any:
-        """Build the model around the tensors, in eval mode. See `load_model`."""
-        if self.spec.attend:
-            check_tensors(self.tensors, self.source)
-            return create_attended(self, **model_kwargs)
+        """Build a model of this package around the tensors, in eval mode. See `load_model`."""
         name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
         try:
             if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
