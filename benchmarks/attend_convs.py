@@ -43,7 +43,7 @@ def main() -> None:
     times.append(time.perf_counter())
     operations.append(count_operations(model, image))
     print(attention_summary(model))
-    print(f'{operations[0] / 1e9:.1f} -> {operations[1] / 1e9:.1f} G operations')
+    print(f'{operations[0] / 1e9:.3g} -> {operations[1] / 1e9:.3g} G operations')
     shifts = timm.utils.reparameterize_model(model)
     shifts(image)
     times.append(time.perf_counter())

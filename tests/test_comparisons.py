@@ -121,7 +121,7 @@ def test_scripts(script, num_rows, num_plots, tmp_path):
     assert len(list(output.glob('*.png'))) == num_plots
     results = read_results(output / 'results.jsonl')
     for result in results.values():
-        if result['after'] and 'pruned' not in result['title']:
+        if result['after']:
             assert result['before']['top1'] == pytest.approx(results[result['after']]['test']['top1'])
     if script == 'natural_images':
         moved = {result['title']: result['bias_moved'] for result in results.values()}

@@ -152,16 +152,10 @@ def test_only_phase_1_is_converted():
             convert_model(model)
 
 
-@pytest.mark.parametrize('change', [
-    lambda model: setattr(model.blocks[1], 'attn', nn.Identity()),
-    lambda model: [setattr(block.attn.conv, 'padding_mode', 'circular') for block in model.blocks],
-    lambda model: vars(model.blocks[1].attn.conv).update(dilation=(2, 2), padding=(2, 2)),
-    lambda model: setattr(model.blocks[1].attn, 'conv', nn.Conv2d(3, 3, 5, padding=2)),
-])
-def test_changes_by_hand_are_refused(change):
+def test_other_token_mixers_are_refused():
     model = phase1(depth=2)
-    change(model)
-    with pytest.raises(ValueError, match=r'were replaced|set by hand|convolutions differ'):
+    model.blocks[1].attn = nn.Identity()
+    with pytest.raises(ValueError, match='Token mixers were replaced'):
         convert_model(model)
 
 

@@ -146,6 +146,6 @@ def test_without_matplotlib_one_line_says_what_to_install(folder, tmp_path, caps
 
 
 def test_checkpoints_of_train_py_are_put_in_the_order_of_their_epochs():
-    first, last = 'b/checkpoint-9.pth.tar', 'b/checkpoint-10.pth.tar'
-    assert in_order_of_training([last, first]) == [first, last]
-    assert in_order_of_training([last, first, 'b/last.pth.tar']) == [last, first, 'b/last.pth.tar']
+    given = 'b/checkpoint-10.pth.tar b/checkpoint-9.pth.tar b/last.pth.tar a/checkpoint-1.pth.tar first last'
+    expected = 'b/checkpoint-9.pth.tar b/checkpoint-10.pth.tar b/last.pth.tar a/checkpoint-1.pth.tar first last'
+    assert in_order_of_training(given.split()) == expected.split()

@@ -191,7 +191,7 @@ def test_a_size_at_which_heads_are_not_hard_leaves_attention():
     assert torch.equal(model(images), other(images))
 
 
-def test_soft_heads_are_refused_and_the_model_stays_as_it_was():
+def test_soft_heads_are_refused_and_the_model_stays_as_it_was(caplog):
     model = converted()
     model.blocks[1].attn.rel_pos.point_head(0, [(0, 0)], 1.)
     expected = model(IMAGES)
@@ -201,8 +201,9 @@ def test_soft_heads_are_refused_and_the_model_stays_as_it_was():
     assert all(parameter.requires_grad for parameter in model.parameters())
     assert torch.equal(model(IMAGES), expected)
     hard = timm.create_model('test_cmhsa_attn', hard_attn=True, **model.model_args()).eval()
-    with pytest.raises(ValueError, match='1 of 9 heads do not'):
-        hard.load_state_dict(model.state_dict())
+    hard.load_state_dict(model.state_dict())
+    assert '1 of 9 heads do not' in caplog.text
+    torch.testing.assert_close(hard(IMAGES), expected, atol=1e-5, rtol=0)
     assert [block.attn.shifts is None for block in hard.blocks] == [False, True]
 
 

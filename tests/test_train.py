@@ -194,7 +194,7 @@ def failing(pretrained=False, most=OPTIONS['batch_size'], error=torch.cuda.OutOf
 
 
 def test_memory_that_runs_out_in_validation(photos, tmp_path):
-    message = 'does not fit into the memory of cpu: use a smaller --batch-size and another --output'
+    message = 'does not fit into memory: use a smaller --batch-size and a new --output'
     with pytest.raises(ValueError, match=f'phase1 {message}'):
         train_two_phases(photos, output=tmp_path / 'one', **{**ALONE, 'model': 'failing'})
     with pytest.raises(ValueError, match=f'failing-.* {message}'):  # a single name will do
@@ -376,16 +376,14 @@ def test_models_are_judged_by_mirror_images_too(photos, tmp_path):
 
 
 def test_more_options(photos, tmp_path):
-    """A schedule for each phase, averaged weights, accumulated gradients, the best weights, and gray images."""
+    """A schedule for each phase, averaged weights, and gray images."""
     results = train_two_phases(
         photos, output=tmp_path, separate_schedules=True, phase2_lr=1e-4, ema=0.9,
         architecture='test_cmhsa_attn', phase2_kwargs=dict(num_heads=10), compile=False,
         model_kwargs=dict(in_chans=1), opt='muon', opt_kwargs=dict(momentum=0.5), no_amp=True, **OPTIONS)
-    assert 'optimistic' in (tmp_path / 'results.md').read_text()
     checkpoint = torch.load(tmp_path / 'checkpoints' / 'phase2.pth.tar', weights_only=True)
     history = checkpoint['history']
     assert {group['momentum'] for group in checkpoint['optimizer']['param_groups']} == {0.5}
-    assert results['top1'] == max(point['top1'] for point in history)
     assert results['curves']['phase 2'] == history
     assert timm_cmhsa.load_model(tmp_path / 'model').blocks[0].attn.num_heads == 10
 

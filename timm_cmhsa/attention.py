@@ -1,5 +1,6 @@
 """Phase 2's token mixer: multi-head self-attention with relative position bias and a zero key."""
 import contextlib
+import logging
 from typing import Any, Dict, Final, List, Optional, Tuple
 
 import torch
@@ -14,6 +15,8 @@ from .shifts import HeadShifts, hard_offsets
 # keep as leaves for FX
 torch.fx.wrap('add_attn_mask')
 torch.fx.wrap('reject_attn_mask')
+
+_logger = logging.getLogger(__name__)
 
 WIDE_QK_DIM, THIN_QK_DIM = 64, 32  # width of queries and keys of heads as wide as a token, and of thinner ones
 
@@ -56,7 +59,7 @@ class RelPosAttention(nn.Module):
             attn_drop, proj_drop: Dropout rates of the attention weights and of the output.
             rel_pos: Relative position bias, 'table' or 'padded_table'.
             padding: Patches of padding around the grid of a 'padded_table'; by default one on every side.
-            hard_attn: Compute heads as shifts as soon as weights are loaded, see `set_hard_attn`.
+            hard_attn: Compute heads as shifts as soon as weights of hard heads are loaded, see `set_hard_attn`.
 
         Raises:
             ValueError: If a number or width is not positive, or the relative position bias is unknown.
@@ -88,7 +91,8 @@ class RelPosAttention(nn.Module):
             if linear.bias is not None:
                 nn.init.zeros_(linear.bias)
         self.rel_pos.reset_parameters(generator)
-        self.shifts = None  # of the weights before
+        if self.shifts is not None:
+            self.set_hard_attn(False)
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if self.shifts is not None and self.fused_attn:
@@ -135,7 +139,7 @@ class RelPosAttention(nn.Module):
         """
         for name in self.frozen:
             self.rel_pos.get_parameter(name).requires_grad_(True)
-        self.shifts, self.frozen, self.hard_attn = None, [], False
+        self.shifts, self.frozen = None, []
         if enable and not self.qkv.weight.is_meta:  # otherwise when weights are loaded
             if self.attn_drop.p:
                 raise ValueError('hard_attn computes no attention weights to drop: use attn_drop_rate=0.')
@@ -164,6 +168,7 @@ class RelPosAttention(nn.Module):
         """Compute heads as shifts if all are hard (timm's `reparameterize_model`). Return this layer."""
         with contextlib.suppress(ValueError):
             self.set_hard_attn()
+            self.fused_attn = True  # type: ignore[misc]
         return self
 
     def args(self) -> Dict[str, Any]:
@@ -183,4 +188,7 @@ def default_qk_dim(dim: int, head_dim: int) -> int:
 
 def _update_hard_attn(attn: Any, incompatible_keys: Any) -> None:
     """Find out where the hard heads of a layer look, whose weights were loaded."""
-    attn.set_hard_attn(attn.hard_attn)
+    try:
+        attn.set_hard_attn(attn.hard_attn)
+    except ValueError as e:
+        _logger.warning('%s', e)

@@ -200,7 +200,7 @@ class Checkpoint:
         if name and not is_ours(name):
             raise CheckpointError(
                 f'{self.source} is of {reprlib.repr(name)}, which is not a model of timm_cmhsa: load it by '
-                'timm.create_model.')
+                f'{"timm_cmhsa.load_model" if self.spec.attend else "timm.create_model"}.')
         if name and 'cmhsa' not in name:  # on pixels
             return name, args, []
         try:

@@ -1,7 +1,7 @@
 """How good a classifier is, and what it gets wrong, by its logits, (N, num_classes), and the classes, (N,)."""
 import math
 from functools import partial
-from typing import Any, Callable, Dict, List, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Sequence, Set, Tuple
 
 import torch
 from matplotlib import rc_context, rcParams
@@ -16,6 +16,7 @@ NUM_DRAWN, COLUMNS = 24, 6  # mistakes of a picture
 THUMBNAIL = 192  # pixels
 MAX_NAME = 20  # letters in a picture
 
+text_style = partial(rc_context, {'text.parse_math': False})  # to draw names in
 Mistake = Tuple[int, int, int, float]  # index of an image, its class, what it is taken for, and its probability
 Figures = Dict[str, Callable[[], Figure]]
 Load = Callable[[int, int], Image.Image]  # of an image by its index, with sides of so many pixels or more
@@ -51,11 +52,6 @@ def error_figures(logits: torch.Tensor, targets: torch.Tensor, class_names: List
     if mistakes:
         figures['mistakes.png'] = partial(draw_mistakes, mistakes, load, class_names)
     return figures
-
-
-def text_style() -> Any:
-    """Return a context to draw names in: as text, not mathematics."""
-    return rc_context({'text.parse_math': False})
 
 
 def _missing(names: Sequence[str]) -> Set[int]:

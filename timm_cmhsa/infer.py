@@ -61,7 +61,7 @@ def _infer_phase2(tensors: Tensors, args: Dict[str, Any]) -> Tuple[str, Dict[str
         num_heads=num_heads, head_dim=head_dim, rel_pos='table', qkv_bias='qkv.bias' in attn,
         qk_dim=(len(attn['qkv.weight']) // num_heads - head_dim) // 2)
     kind, ring = 'cmhsa_attn', (0, 0)
-    if 'rel_pos.padding_size' in attn:
+    if 'rel_pos.bias_scale' in attn:
         height, width = map(int, attn['rel_pos.padding_size'].tolist())
         kind, ring = 'cmhsa_attn_soft', (height, width)
         args.update(rel_pos='padded_table', padding=ring)

@@ -208,10 +208,7 @@ def create_rel_pos(
         return RelPosTable(grid_size, num_heads, **dd)
     if name != PaddedRelPosTable.name:
         raise ValueError(f"rel_pos={name!r} with {padding=}: use 'table' without padding, or 'padded_table'.")
-    sides = to_2tuple(1 if padding is None else padding)
-    if len(sides) != 2 or not all(isinstance(side, int) and side >= 0 for side in sides):
-        raise ValueError(f'{padding=} must be one or two whole numbers of patches, 0 or more.')
-    return PaddedRelPosTable(grid_size, num_heads, sides, **dd)
+    return PaddedRelPosTable(grid_size, num_heads, to_2tuple(1 if padding is None else padding), **dd)
 
 
 def exact_sharpness(num_tokens: int, dtype: torch.dtype) -> float:

@@ -1,6 +1,7 @@
 """Pictures of attention: a figure for each kind, and one call from a model or its checkpoints to all of them."""
 import math
 import re
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
@@ -227,9 +228,13 @@ def open_models(
 
 
 def in_order_of_training(paths: Sequence[PathLike]) -> List[PathLike]:
-    """Sort checkpoints of `train.py` by epoch, since a shell puts checkpoint-10 before checkpoint-9."""
-    epochs = [re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', Path(path).name) for path in paths]
-    return sorted(paths, key=lambda path: int(re.findall(r'\d+', Path(path).name)[0])) if all(epochs) else [*paths]
+    """Sort neighbouring checkpoints of `train.py` by epoch, since a shell puts checkpoint-10 before checkpoint-9."""
+    def epoch(path: PathLike) -> int:
+        match = re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', Path(path).name)
+        return int(match[1]) if match else -1
+
+    runs = groupby(paths, key=lambda path: (Path(path).parent, epoch(path) < 0))
+    return [path for _, run in runs for path in sorted(run, key=epoch)]
 
 
 def draw_figures(attention: History, statistics: History, seen: str) -> Dict[str, Figure]:

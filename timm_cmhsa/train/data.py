@@ -46,7 +46,8 @@ class Loaders(NamedTuple):
     """Batches of images as a model gets them, and of their classes."""
     train: Any
     judged: Dict[str, Any]  # validation, and test if there is one
-    drawn: Any  # some images of validation and their classes, on the device: a batch
+    few: Any  # some of validation, in a batch
+    drawn: Any  # that batch, on the device
 
 
 class Prepared(Dataset):
@@ -101,10 +102,10 @@ def make_loaders(images: Images, args: Namespace, config: Mapping[str, Any]) -> 
         train.sampler.seed = args.seed
     judged = {split: Prepared(samples, plain) for split, samples in images.splits.items() if split != 'train'}
     drawn = Subset(judged['validation'], evenly_spaced(len(judged['validation']), NUM_DRAWN))
-    batch = next(iter(loader(drawn, workers=0, batch_size=NUM_DRAWN)))
+    few = loader(drawn, workers=0, batch_size=NUM_DRAWN)
     return Loaders(
         train, {split: loader(dataset, batch_size=2 * args.batch_size) for split, dataset in judged.items()},
-        [each.to(args.device) for each in batch])
+        few, [each.to(args.device) for each in next(iter(few))])
 
 
 def open_images(args: Namespace) -> Images:

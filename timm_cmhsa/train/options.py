@@ -28,8 +28,7 @@ LR_BATCH = 64  # images in a step, from which on these are right
 POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'lr', 'phase2_lr', 'compare_lr',
             'switch', 'scale'}
 CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names, by ours
-CHOICES = dict(
-    start=['convolution'], fit=[*CROP_MODES], class_weights=['balanced'])
+CHOICES = dict(start=['convolution'], fit=[*CROP_MODES], class_weights=['balanced'])
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
     'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'local_rank',

@@ -42,8 +42,7 @@ def train_two_phases(
         end, in percent on the validation images, and more.
 
     Raises:
-        ValueError: If options or images are bad, and nothing was trained; or if the training diverges, or does not fit
-            into memory.
+        ValueError: If options or images are bad, and nothing was trained; or if the training diverges.
         OSError: If the output cannot be written. The same call goes on from the last checkpoint.
     """
     parser = ArgumentParser()

@@ -165,7 +165,8 @@ class Trainer:
                 with self._autocast():  # curves need no more
                     logits, targets = self._predict(state.judged)
                 point = dict(
-                    epoch=epoch + 1, train_loss=loss, seconds=seconds, judging=time.perf_counter() - start,
+                    epoch=epoch + 1, train_loss=loss, seconds=seconds,
+                    judging=self._means(time.perf_counter() - start)[0],
                     loss=F.cross_entropy(logits, targets).item(), top1=accuracy(logits, targets)[0].item())
                 state.history.append(point)
                 if args.rank == 0:
@@ -180,7 +181,7 @@ class Trainer:
         few, model = copy.copy(self), copy.deepcopy(model)
         few.args = Namespace(**{**vars(self.args), 'epochs': 3})
         shortest = math.inf  # a step, and the start of a loader
-        few.loaders = self.loaders._replace(judged={'validation': [self.loaders.drawn]})
+        few.loaders = self.loaders._replace(judged={'validation': self.loaders.few})
         for steps in TIMED:
             few.updates = min(self.updates, steps)
             history = few.fit(f'{name}-{steps}{TIMING}', model, range(3)).history
@@ -190,7 +191,8 @@ class Trainer:
             if seconds > max(4, 3 * shortest):  # slow steps, beside which the start is little
                 break
         num_drawn, num_judged = len(self.loaders.drawn[0]), len(self.images.splits['validation'])
-        return seconds * self.updates / few.updates, history[-1]['judging'] * num_judged / num_drawn
+        judging = history[-1]['judging'] * num_judged / num_drawn / max(self.args.workers, 1)
+        return seconds * self.updates / few.updates, judging
 
     def _optimizer(self, model: nn.Module, before: Optional[Trained]) -> torch.optim.Optimizer:
         """Create an optimizer. Parameters that `before` does not have warm up, and learn at a rate of their own."""
@@ -243,8 +245,12 @@ class Trainer:
             if state.average is not None:
                 state.average.update(state.model, step=update)
             progress.update()
-        measured = total.new_tensor([total.item() / self.updates, time.perf_counter() - start])
-        return (reduce_tensor(measured, args.world_size) if args.distributed else measured).tolist()
+        return self._means(total.item() / self.updates, time.perf_counter() - start)
+
+    def _means(self, *values: float) -> List[float]:
+        """Return numbers as means over all processes."""
+        means = torch.tensor(values, device=self.device)
+        return (reduce_tensor(means, self.args.world_size) if self.args.distributed else means).tolist()
 
     def _autocast(self) -> torch.autocast:
         dtype = getattr(torch, self.args.amp_dtype or 'bfloat16')
@@ -269,7 +275,7 @@ class Trainer:
         except torch._dynamo.exc.TorchDynamoException as e:
             raise ValueError(f'{name} cannot be compiled: {one_line(e)} Leave out --compile.') from e
         except torch.cuda.OutOfMemoryError as e:
-            raise ValueError(f'{name} does not fit into memory: take a smaller --batch-size, another --output.') from e
+            raise ValueError(f'{name} does not fit into memory: use a smaller --batch-size and a new --output.') from e
         except RuntimeError as e:
             raise ValueError(
                 f'{name} stopped: {one_line(e)} The same command goes on after the last epoch that was saved.') from e
