@@ -56,6 +56,12 @@ def test_checkpoints_of_a_training_become_pictures_of_its_movement(folder, tmp_p
     assert all(is_picture(out / name) for name in pictures)
 
 
+def test_a_stock_vit_is_drawn_from_its_folder(tmp_path):
+    timm.models.save_for_hf(timm.create_model('test_vit'), str(tmp_path / 'vit'), safe_serialization=True)
+    assert main([str(tmp_path / 'vit'), '--output', str(tmp_path / 'out')]) == 0
+    assert is_picture(tmp_path / 'out' / 'attention.png')
+
+
 def test_options_give_what_a_state_dict_lacks(folder, tmp_path):
     torch.save(timm.create_model('test_pixel_attn', rel_pos='learned', depth=1).state_dict(), tmp_path / 'pixel.pth')
     options = ['--architecture', 'test_pixel_attn', '--model-kwargs', 'rel_pos=learned', 'depth=1']

@@ -16,7 +16,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..analysis import AttentionMaps, HeadStatistics, PlotError, attention_layers, attention_maps, mean_attention
-from ..checkpoint import load_model
+from ..checkpoint import load_model, open_model
 from ..files import PathLike
 from ..images import choose_images, evenly_spaced, to_pixels
 from .explorer import check_alike, explorer_html, model_name
@@ -224,7 +224,8 @@ def open_models(
     if len(set(titles)) < len(paths):
         titles = [str(path) for path in paths]
     for title, path in zip(titles, paths):
-        yield title, load_model(path, architecture, **model_kwargs)
+        told = architecture or model_kwargs
+        yield title, load_model(path, architecture, **model_kwargs) if told else open_model(path)
 
 
 def in_order_of_training(paths: Sequence[PathLike]) -> List[PathLike]:

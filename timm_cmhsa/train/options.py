@@ -60,7 +60,7 @@ def add_options(parser: ArgumentParser) -> None:
     add('--epochs', metavar='N', type=int,
         help=f'of both phases (default: about {STEPS} steps, {PRETRAINED_STEPS} from weights)')
     add('--minutes', metavar='M', type=float, help='as many epochs as take so long, instead')
-    add('--switch', metavar='F', type=float, help='share of phase 1 (default: 1 for hybrids, 0.4 for others)')
+    add('--switch', metavar='F', type=float, help='share of phase 1 (default: 0.4 for cmhsa_conv_*, else 1)')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--lr', type=float,
@@ -108,9 +108,9 @@ def check_options(args: Namespace) -> None:
             raise ValueError(f'--{name.replace("_", "-")} {value} must be {limits}.')
     for name in filter(None, (args.model, *args.compare)):
         if not name.startswith(SOURCES) and not timm.is_model(name):
-            raise ValueError(f'{name} is not a model of timm: see timm.list_models().')
+            raise ValueError(f'{name} is not a model of timm: see timm.list_models(), or give local-dir:FOLDER.')
     if args.epochs and args.minutes:
-        raise ValueError('--epochs and --minutes are two lengths of one training: give one.')
+        raise ValueError('--epochs and --minutes are two lengths of one training, and --quick is --epochs 4: give one.')
     if args.initial_checkpoint and (args.model is None or args.pretrained or args.model.startswith(SOURCES)):
         raise ValueError(f'--initial-checkpoint {args.initial_checkpoint} needs the name of the --model that it is of.')
     if args.pretrained and args.model is None:
@@ -200,7 +200,7 @@ def choose_options(
     for key, (value, reason) in recipe.items():
         if value is not None:
             choose(key, value, reason)
-    switch = 0.5 if args.attend else 1. if is_hybrid or own else 0.4
+    switch = 0.5 if args.attend else 0.4 if _is_kind(args.model, CmhsaConv) and not is_hybrid and not own else 1.
     choose('switch', switch, 'of the epochs are phase 1')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
     if args.tta and args.no_flip:
@@ -228,7 +228,7 @@ def choose_options(
 def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> Dict[str, Tuple[Any, str]]:
     """Return what is chosen for a model, and why, by option. Steps have `share` of the images that rates are for."""
     is_hybrid = name.startswith('cmhsa_hybrid')
-    attends = _attends(name)
+    attends = _is_kind(name, VisionTransformer) and not _is_kind(name, CmhsaConv)
     kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
     lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
     reason = 'from weights' if has_weights else 'attention needs it from scratch' if attends else (
@@ -244,10 +244,10 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
             0.5, 'of the batches get Mixup or CutMix'))
 
 
-def _attends(name: str) -> bool:
-    """Return whether a name of timm is of a `VisionTransformer` with attention, as its entry point is annotated."""
-    kind = timm.is_model(name) and timm.model_entrypoint(name).__annotations__.get('return')
-    return isinstance(kind, type) and issubclass(kind, VisionTransformer) and not issubclass(kind, CmhsaConv)
+def _is_kind(name: str, kind: type) -> bool:
+    """Return whether a name of timm is of such a model, as its entry point is annotated."""
+    returned = timm.is_model(name) and timm.model_entrypoint(name).__annotations__.get('return')
+    return isinstance(returned, type) and issubclass(returned, kind)
 
 
 def fingerprint(args: Namespace) -> Dict[str, Any]:

@@ -33,8 +33,8 @@ def train_two_phases(
     Args:
         data_dir: Folder with `train/CLASS/*` and `validation/CLASS/*`, or with `CLASS/*` alone; by default the digits
             that scikit-learn ships.
-        rewrite: Function that returns phase 2's model, given that of phase 1. By default `convert_model`, with the
-            options `architecture` and `phase2_kwargs`.
+        rewrite: Function that returns phase 2's model, given that of phase 1; it needs a `switch`. By default
+            `convert_model`, with the options `architecture` and `phase2_kwargs`.
         **options: Those of the command `python -m timm_cmhsa.train`, such as `output='out'` or `img_size=64`.
 
     Returns:
