@@ -112,9 +112,10 @@ def test_hint_of_a_conversion_can_be_followed(digits, phase1, tmp_path, monkeypa
     (tmp_path / 'examples').symlink_to(EXAMPLES)
     monkeypatch.chdir(tmp_path)
     assert convert_main([str(phase1 / 'model_best.pth.tar'), 'phase 2']) == 0
-    python, *hint = shlex.split(capsys.readouterr().out.split('clone: ')[1])
-    assert python == 'python'
-    stdout = run(*hint, '--epochs', 1, '--device', DEVICE, '-j', 1)
+    hint = shlex.split(capsys.readouterr().out.split('train.py with ')[1])
+    stdout = run(
+        '-m', 'timm_cmhsa', 'pytorch-image-models/train.py', '--config', 'examples/imagefolder/phase2.yaml',
+        '--data-dir', 'DIR', '--experiment', 'phase2', *hint, '--epochs', 1, '--device', DEVICE, '-j', 1)
     assert 'Train: 0 [' in stdout
     assert (tmp_path / 'output/train/phase2/last.pth.tar').exists()
 
