@@ -7,9 +7,11 @@ import timm
 import torch
 from helpers import images_for, make_hard, max_error, phase1, train
 from hypothesis import given, strategies as st
+from timm.layers import set_fused_attn
 from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.utils import reparameterize_model
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import timm_cmhsa
 from timm_cmhsa import conv2d_to_attention, patchify
@@ -179,6 +181,27 @@ def test_what_was_frozen_by_hand_stays_frozen():
     for enable in (True, True, False):
         model.set_hard_attn(enable)
     assert [parameter.requires_grad for parameter in model.parameters()] == expected
+
+
+def test_a_new_start_is_attention_that_learns():
+    model = converted()
+    model.set_hard_attn()
+    model.blocks[0].attn.reset_parameters()
+    assert model.blocks[0].attn.shifts is None
+    assert all(parameter.requires_grad for parameter in model.blocks[0].parameters())
+
+
+def test_inference_is_by_shifts_where_attention_is_not_fused():
+    set_fused_attn(False)
+    try:
+        model = converted()
+    finally:
+        set_fused_attn(True)
+    with FlopCounterMode(display=False) as attention:
+        model(IMAGES)
+    with FlopCounterMode(display=False) as shifts:
+        reparameterize_model(model)(IMAGES)
+    assert shifts.get_total_flops() < 0.8 * attention.get_total_flops()
 
 
 def test_a_size_at_which_heads_are_not_hard_leaves_attention():
