@@ -57,7 +57,7 @@ def main() -> None:
     measure = [sys.executable, str(HERE / 'speed.py'), '--amp', '--folder', str(args.folder)]
     train = [sys.executable, str(ROOT / 'experiments' / 'hybrid_phase2.py'), '--seeds', '1', '--workers', '1',
              '--data-dir', str(args.data_dir), '--output', str(args.folder / 'trainings')]
-    full = ['--images', '49000', '--epochs', '200', '--muon']
+    full = ['--images', '49000', '--epochs', '200', '--muon', '--batch-size', '512']
     parts = {  # by title, with the share of the whole time by which they end
         'Tests': (0.15, tests),
         'Speed': (0.25, measure),

@@ -67,9 +67,11 @@ ROWS: Dict[str, Tuple[float, Optional[Callable[[Any], nn.Module]], Dict[str, Any
     'all blocks, switch 0.75': (0.69, None, dict(switch=0.75)),
     'last block, switch 0.4': (0.77, attend_last, dict(switch=0.4)),
     BESIDE: (0.78, add_beside, dict(switch=0.4)),
-    # for a GPU
+    # for --muon
     'wide, phase 1 alone': (1., None, dict(switch=1., **WIDE)),
     'wide, all blocks': (1., None, dict(switch=0.4, **WIDE)),
+    'wide, heads beside': (1., add_beside, dict(switch=0.4, **WIDE)),
+    # and a GPU
     'heads beside on a tenth of the width': (1., partial(add_beside, num_heads=2, head_dim=5), dict(switch=0.4)),
     '16 x 16 tokens, phase 1 alone': (1., None, dict(switch=1., **FINE)),
     '16 x 16 tokens, last block': (1., attend_last, dict(switch=0.4, **FINE)),
@@ -83,11 +85,12 @@ def main() -> None:
     add = parser.add_argument
     add('--images', type=positive_int, default=3000, help='number of training images (default: %(default)s)')
     add('--epochs', type=positive_int, default=120, help='of phase 1 alone (default: %(default)s)')
-    add('--muon', action='store_true', help='for a GPU: Muon; batches of 512; equal epochs')
+    add('--batch-size', type=positive_int, help='images of a step (default: as the trainer chooses)')
+    add('--muon', action='store_true', help='Muon, equal epochs, and the means of mirror images')
     args = parser.parse_args()
-    batch_size = 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the learning rate
-    recipe = dict(opt='muon', lr=0.05, batch_size=512) if args.muon else dict(
-        lr=float(f'{2e-3 * (batch_size / 64) ** 0.5:.1e}'))
+    batch_size = args.batch_size or 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and rates
+    recipe: Dict[str, Any] = dict(opt='muon', lr=0.05, tta=True) if args.muon else dict(lr=2e-3)
+    recipe.update(batch_size=batch_size, lr=float(f'{recipe["lr"] * min(batch_size / 64, 1.) ** 0.5:.1e}'))
     rows = {}
     for title, (share, rewrite, options) in ROWS.items():
         epochs = max(round((1 if args.muon else share) * args.epochs), 2)

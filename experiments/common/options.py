@@ -20,7 +20,8 @@ def make_run_parser(description: str, name: str, seeds: int, photos: bool = Fals
     if photos:
         add('--data-dir', type=Path, required=True,
             help='train/CLASS and validation/CLASS with images, or where torchvision keeps CIFAR-10')
-        parser.set_defaults(num_held_out=1000)
+        add('--held-out', dest='num_held_out', type=positive_int, default=1000,
+            help='training images to validate on (default: %(default)s)')
         add('--rows', nargs='+', default=['*'], metavar='TITLE', help='rows of these titles only; * is any text')
     add('--results', type=Path, help='file with a line for each run (default: results.jsonl in the output folder)')
     add('--workers', type=positive_int, default=os.cpu_count(), help='runs at a time (default: %(default)s)')
