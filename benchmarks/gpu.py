@@ -20,8 +20,8 @@ import timm
 import torch
 
 ROWS = (  # of experiments/hybrid_phase2.py, the most telling first
-    'wide, phase 1 alone', 'phase 1 alone', 'heads beside on a tenth of the width', 'last block, switch 0.4',
-    'all blocks, switch 0.4', '16 x 16 tokens, phase 1 alone', '16 x 16 tokens, last block', 'wide, all blocks',
+    'wide, phase 1 alone', 'phase 1 alone', 'heads beside on a tenth of the width', 'last block', 'all blocks',
+    '16 x 16 tokens, phase 1 alone', '16 x 16 tokens, last block', 'wide, all blocks',
     'raw patches, phase 1 alone', 'raw patches, all blocks')
 
 if not hasattr(timm.layers, 'resolve_self_attn_mask'):
@@ -57,7 +57,7 @@ def main() -> None:
     measure = [sys.executable, str(HERE / 'speed.py'), '--amp', '--folder', str(args.folder)]
     train = [sys.executable, str(ROOT / 'experiments' / 'hybrid_phase2.py'), '--seeds', '1', '--workers', '1',
              '--data-dir', str(args.data_dir), '--output', str(args.folder / 'trainings')]
-    full = ['--images', '49000', '--epochs', '200', '--muon', '--batch-size', '512']
+    full = ['--images', '49000', '--held-out', '1000', '--epochs', '200', '--batch-size', '512']
     parts = {  # by title, with the share of the whole time by which they end
         'Tests': (0.15, tests),
         'Speed': (0.25, measure),
