@@ -30,7 +30,9 @@ def gaussians(model: nn.Module) -> Dict[str, Gaussians]:
     """Return the Gaussians of all layers that have a quadratic encoding and heads, by name of the layer."""
     encodings = {name: getattr(module, 'rel_pos', None) for name, module in unwrap_model(model).named_modules()}
     return {
-        name: Gaussians(rel_pos.center.float().cpu().clone(), rel_pos.inv_covariance().float().cpu(), rel_pos.grid_size)
+        name: Gaussians(
+            rel_pos.center.float().cpu().clone(), (rel_pos.inv_root() @ rel_pos.inv_root().mT).float().cpu(),
+            rel_pos.grid_size)
         for name, rel_pos in encodings.items() if isinstance(rel_pos, QuadraticRelPos) and rel_pos.num_heads}
 
 

@@ -183,6 +183,11 @@ def test_features(name, kwargs):
     torch.testing.assert_close(model.forward_intermediates(images, intermediates_only=True), intermediates[:2])
 
 
+def test_features_of_a_single_block():
+    backbone = timm.create_model('cmhsa_hybrid_conv_32', features_only=True).eval()
+    assert [tuple(y.shape) for y in backbone(torch.zeros(2, 3, 32, 32))] == [(2, 192, 4, 4)]
+
+
 @pytest.mark.parametrize(('name', 'kwargs'), [*MODELS, ('test_pixel_attn', {})])
 def test_biases_of_attention_are_not_decayed(name, kwargs):
     model = timm.create_model(name, **kwargs)

@@ -51,7 +51,7 @@ def attention_layers(model: nn.Module) -> Dict[str, Any]:
 
 def layer_grid_size(model: Any, layer: Any) -> Tuple[int, int]:
     """Return the patches per image side, (h, w), of an attention layer of a model."""
-    return getattr(layer, 'grid_size', None) or model.patch_embed.grid_size
+    return (getattr(layer, 'rel_pos', None) or model.patch_embed).grid_size
 
 
 def num_weights(model: nn.Module, layers: Mapping[str, Any]) -> int:
@@ -125,10 +125,8 @@ def head_statistics(maps: AttentionMaps) -> List[HeadStatistics]:
     offsets = torch.cartesian_prod(torch.arange(1 - height, height), torch.arange(1 - width, width)).to(totals)
     centers = totals @ offsets / totals.sum(dim=1, keepdim=True).clamp(min=1e-12)
     best_totals, best = totals.max(dim=1)
-    all_weights = maps.weights
-    if maps.zero_key is not None:
-        all_weights = torch.cat([all_weights, maps.zero_key.unsqueeze(-1)], dim=-1)
-    entropies = torch.special.entr(all_weights).sum(dim=-1).mean(dim=[0, 2])
+    all_weights = [maps.weights] if maps.zero_key is None else [maps.weights, maps.zero_key.unsqueeze(-1)]
+    entropies = torch.special.entr(torch.cat(all_weights, dim=-1)).sum(dim=-1).mean(dim=[0, 2])
     return [
         HeadStatistics((int(row), int(col)), weight, (center[0], center[1]), math.hypot(*center), entropy)
         for (row, col), weight, center, entropy in zip(

@@ -8,13 +8,10 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple, use_fused_attn
 from torch import nn
 
-from .layers import Mask, Size2d, reject_attn_mask
-from .rel_pos import Grid, PaddedRelPosTable, add_attn_mask, create_rel_pos
+from . import layers
+from .layers import Mask, Size2d
+from .rel_pos import Grid, PaddedRelPosTable, create_rel_pos
 from .shifts import HeadShifts, hard_offsets
-
-# keep as leaves for FX
-torch.fx.wrap('add_attn_mask')
-torch.fx.wrap('reject_attn_mask')
 
 _logger = logging.getLogger(__name__)
 
@@ -44,8 +41,7 @@ class RelPosAttention(nn.Module):
             rel_pos: str = 'table',
             padding: Optional[Size2d] = None,
             hard_attn: bool = False,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
+            **dd: Any,
     ) -> None:
         """
         Args:
@@ -69,7 +65,6 @@ class RelPosAttention(nn.Module):
         qk_dim = default_qk_dim(dim, head_dim) if qk_dim is None else qk_dim
         if min(num_heads, head_dim, qk_dim) < 1:
             raise ValueError(f'{num_heads=}, {head_dim=} and {qk_dim=} must be positive.')
-        dd: Any = {'device': device, 'dtype': dtype}
         self.num_heads, self.head_dim, self.qk_dim = num_heads, head_dim, qk_dim
         self.scale = qk_dim ** -0.5
         self.fused_attn = use_fused_attn()
@@ -96,15 +91,17 @@ class RelPosAttention(nn.Module):
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if self.shifts is not None and self.fused_attn:
-            x = self.shifts(F.linear(reject_attn_mask(x, attn_mask, is_causal), *self.value_weight()))
-            return self.proj_drop(self.proj(x))
+            start = self.widths[0] + self.widths[1]  # of the values
+            bias = None if self.qkv.bias is None else self.qkv.bias[start:]
+            x = F.linear(layers.reject_attn_mask(x, attn_mask, is_causal), self.qkv.weight[start:], bias)
+            return self.proj_drop(self.proj(self.shifts(x)))
         B, N, _ = x.shape
         q, k, v = self.qkv(x).split(self.widths, dim=-1)
         q = q.reshape(B, N, self.num_heads, self.qk_dim).transpose(1, 2)
         k = k.reshape(B, N, self.num_heads, self.qk_dim).transpose(1, 2)
         v = v.reshape(B, N, self.num_heads, self.head_dim).transpose(1, 2)
         k, v = F.pad(k, [0, 0, 0, 1]), F.pad(v, [0, 0, 0, 1])  # the zero key
-        attn_bias = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+        attn_bias = layers.add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         if self.fused_attn:
             x = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=attn_bias, dropout_p=self.attn_drop.p if self.training else 0., scale=self.scale)
@@ -113,21 +110,15 @@ class RelPosAttention(nn.Module):
             x = self.attn_drop(attn.softmax(dim=-1)) @ v
         return self.proj_drop(self.proj(x.transpose(1, 2).flatten(2)))
 
-    def value_weight(self) -> Tuple[torch.Tensor, Optional[torch.Tensor]]:
-        """Return the weight, (num_heads * head_dim, dim), and the bias of the values."""
-        start = self.widths[0] + self.widths[1]
-        return self.qkv.weight[start:], None if self.qkv.bias is None else self.qkv.bias[start:]
-
     @property
     def grid_size(self) -> Grid:
         return self.rel_pos.grid_size
 
     def set_grid_size(self, grid_size: Grid) -> None:
         """Change the grid; the bias of every offset is kept. Heads that are not hard on this grid are attention."""
-        if grid_size != self.grid_size:
-            self.rel_pos.set_grid_size(grid_size)
-            with contextlib.suppress(ValueError):
-                self.set_hard_attn(self.hard_attn)
+        self.rel_pos.set_grid_size(grid_size)
+        with contextlib.suppress(ValueError):
+            self.set_hard_attn(self.hard_attn)
 
     def set_hard_attn(self, enable: bool = True) -> None:
         """Compute hard heads as shifts or as attention again, see `CmhsaAttn.set_hard_attn`.

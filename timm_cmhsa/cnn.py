@@ -10,7 +10,6 @@ from typing import Any, Dict, Iterable, List, Mapping, Optional, Sequence, Set, 
 import torch
 import torch.nn.functional as F
 from timm.layers import Conv2dSame, get_same_padding
-from timm.models import register_notrace_function
 from timm.utils import unwrap_model
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -32,7 +31,6 @@ TF32_EPS = 2 ** -10  # cuDNN's convolutions round to TF32 by default
 
 # Keep these functions as leaves for FX: they branch on traced values.
 @torch.fx.wrap
-@register_notrace_function
 def map_to_tokens(x: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: Pair) -> torch.Tensor:
     """Flatten a feature map's patches; zeros fill up the last ones."""
     height, width = x.shape[-2:]
@@ -45,7 +43,6 @@ def map_to_tokens(x: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: 
 
 
 @torch.fx.wrap
-@register_notrace_function
 def tokens_to_map(
         tokens: torch.Tensor, like: torch.Tensor, map_size: Pair, patch_size: Pair, grid_size: Pair) -> torch.Tensor:
     """Put patches together as a feature map, in the memory format of another map, as convolutions do."""

@@ -128,12 +128,15 @@ def rewrite(
     num_heads = max(len(heads), 1) if options.num_heads is None else options.num_heads
     (patch_h, patch_w), (grid_h, grid_w) = to_2tuple(patch_size), to_2tuple(grid_size)
     dim = patch_h * patch_w * conv.in_channels
+    head_dim = options.head_dim or dim
     if len(heads) > num_heads:
-        raise ValueError(_too_few_heads(heads, num_heads, options.head_dim or dim))
+        raise ValueError(
+            f'{num_heads=} with {head_dim=} cannot express this convolution exactly: use {len(heads)} heads of '
+            f'{head_dim}.')
     out_pixels = patch_h // conv.stride[0] * (patch_w // conv.stride[1])
     dim_out = out_pixels * conv.out_channels
     sharpness = options.sharpness or exact_sharpness(grid_h * grid_w, conv.weight.dtype)
-    num_params = num_heads * (options.head_dim or dim) // groups * (dim + dim_out)
+    num_params = num_heads * head_dim // groups * (dim + dim_out)
     if num_params > MAX_PARAMS:
         raise ValueError(f'{num_heads=} would make a layer of {num_params:.1e} parameters: take fewer or thinner ones.')
 
@@ -142,7 +145,7 @@ def rewrite(
         if options.peak is not None or options.rel_pos == PaddedRelPosTable.name:
             layer.update(rel_pos=PaddedRelPosTable.name, padding=_reach(conv, heads))
         if groups == 1:
-            attn = RelPosAttention(dim, grid_size, num_heads, options.head_dim, options.qk_dim, **layer)
+            attn = RelPosAttention(dim, grid_size, num_heads, head_dim, options.qk_dim, **layer)
         else:
             attn = GroupedAttention(
                 dim, grid_size, num_heads, groups=groups, area=patch_h * patch_w, out_area=out_pixels, **layer)
@@ -244,19 +247,6 @@ def _soft_sharpness(rel_pos: Any, peak: float) -> Tuple[float, float]:
     if excess * MAX_ROUNDING < num_keys * torch.finfo(dtype).eps:
         raise ValueError(f'{peak=} is too close to 1 / {num_keys}, even attention, for {dtype}: take a larger one.')
     return sharpness, num_keys / excess
-
-
-def _too_few_heads(heads: List[Head], num_heads: int, head_dim: int) -> str:
-    """Return an error message that names numbers and widths of heads that suffice."""
-    sizes: Dict[Optional[Tuple[int, int]], int] = {}
-    for head in heads:
-        sizes[head.offset] = sizes.get(head.offset, 0) + len(head.inputs)
-    largest = max(sizes.values())
-    wider = [w for w in range(head_dim + 1, largest + 1) if sum(-(-s // w) for s in sizes.values()) <= num_heads]
-    numbers = [(len(heads), head_dim), (num_heads, wider[0]) if wider else (len(sizes), largest)]
-    remedies = dict.fromkeys(f'{number} heads of {width}' for number, width in numbers)
-    return (f'num_heads={num_heads} with head_dim={head_dim} cannot express this convolution exactly: use '
-            f'{" or ".join(remedies)}.')
 
 
 def _axis_taps(conv: nn.Conv2d, axis: int, patch: int, grid: int) -> Dict[int, torch.Tensor]:

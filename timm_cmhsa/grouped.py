@@ -6,13 +6,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from . import layers
 from .attention import RelPosAttention
-from .layers import Mask, Size2d, reject_attn_mask
-from .rel_pos import add_attn_mask
-
-# keep as leaves for FX
-torch.fx.wrap('add_attn_mask')
-torch.fx.wrap('reject_attn_mask')
+from .layers import Mask, Size2d
 
 GROUPED_QK_DIM = 2  # width of queries and keys: wider ones would cost more than all the rest
 
@@ -62,12 +58,12 @@ class GroupedAttention(RelPosAttention):
 
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         if self.shifts is not None and self.fused_attn:
-            x = self.shifts(self.proj(reject_attn_mask(x, attn_mask, is_causal)))
+            x = self.shifts(self.proj(layers.reject_attn_mask(x, attn_mask, is_causal)))
             return self.proj_drop(self.proj.add_heads(x))
         B, N, _ = x.shape
         q, k = self.qkv(x).reshape(B, N, 2, self.num_heads, self.qk_dim).permute(2, 0, 3, 1, 4).unbind(0)
         scores = F.pad((q * self.scale) @ k.transpose(-2, -1), [0, 1])  # the zero key
-        attn = scores + add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+        attn = scores + layers.add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         attn = self.attn_drop(attn.softmax(dim=-1))[..., :-1].permute(0, 2, 3, 1).flatten(2)
         x = attn @ self.proj(x).reshape(B, N * self.num_heads, self.head_dim)
         return self.proj_drop(x + self.proj.bias.to(x.dtype))

@@ -7,19 +7,9 @@ from timm.layers import to_2tuple
 
 NOT_IN_TENSORS = ['img_size', 'global_pool', 'act_layer']
 
-Tensors = Mapping[str, torch.Tensor]
 
-
-def infer_model(tensors: Tensors) -> Tuple[str, Dict[str, Any], List[str]]:
+def infer_model(tensors: Mapping[str, torch.Tensor]) -> Tuple[str, Dict[str, Any], List[str]]:
     """Return the kind of a model, the arguments that its tensors give, and the names of those that they do not."""
-    args = _infer_body(tensors)
-    if 'blocks.0.attn.conv.weight' in tensors:
-        return _infer_phase1(tensors, args)
-    return _infer_phase2(tensors, args)
-
-
-def _infer_body(tensors: Tensors) -> Dict[str, Any]:
-    """Return the arguments that both phases have, those of a stem if there is one."""
     is_depthwise = 'blocks.0.mlp.conv.conv.weight' in tensors
     hidden_dim, dim, *_ = tensors[f'blocks.0.mlp.fc1{".conv" if is_depthwise else ""}.weight'].shape
     args: Dict[str, Any] = {
@@ -37,24 +27,19 @@ def _infer_body(tensors: Tensors) -> Dict[str, Any]:
     if convs:  # a pooling has no tensors, only a place in the order
         text = '-'.join(f'{shape[0]}{"" if i + 1 in stem else "p"}' for i, shape in sorted(convs.items()))
         args.update(stem=text, patch_size=2 ** text.count('p'), in_chans=convs[0][1])
-    return args
 
-
-def _infer_phase1(tensors: Tensors, args: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
-    chans, _, *kernel_size = tensors['blocks.0.attn.conv.weight'].shape
-    assumed = NOT_IN_TENSORS
-    if 'stem' not in args:
-        args.update(patch_size=math.isqrt(args['hidden_chans'] // chans), in_chans=min(chans, 3))
-        assumed = [*assumed, 'patch_size', 'in_chans']
-    args.update(hidden_chans=chans, kernel_size=tuple(kernel_size))
-    return 'cmhsa_conv_k5' if kernel_size == [5, 5] else 'cmhsa_conv_k3', args, assumed
-
-
-def _infer_phase2(tensors: Tensors, args: Dict[str, Any]) -> Tuple[str, Dict[str, Any], List[str]]:
-    if 'stem' not in args:
-        dim, in_chans, *patch_size = tensors['patch_embed.proj.weight'].shape
-        args.update(patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size))
     attn = {name.removeprefix('blocks.0.attn.'): tensor for name, tensor in tensors.items()}
+    if 'conv.weight' in attn:  # phase 1
+        chans, _, *kernel_size = attn['conv.weight'].shape
+        if not convs:
+            args.update(patch_size=math.isqrt(dim // chans), in_chans=min(chans, 3))
+        args.update(hidden_chans=chans, kernel_size=tuple(kernel_size))
+        kind = 'cmhsa_conv_k5' if kernel_size == [5, 5] else 'cmhsa_conv_k3'
+        return kind, args, [*NOT_IN_TENSORS, *([] if convs else ['patch_size', 'in_chans'])]
+
+    if not convs:
+        _, in_chans, *patch_size = tensors['patch_embed.proj.weight'].shape
+        args.update(patch_size=tuple(patch_size), in_chans=in_chans, hidden_chans=dim // math.prod(patch_size))
     num_heads, = attn['rel_pos.zero_key_bias'].shape
     head_dim = attn['proj.weight'].shape[1] // num_heads
     args.update(

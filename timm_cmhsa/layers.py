@@ -7,6 +7,7 @@ from typing import Any, Optional, Tuple, Union
 import torch
 import torch.nn.functional as F
 from timm.layers import BatchNormAct2d, ConvNormAct, create_conv2d, to_2tuple
+from timm.layers.attention import resolve_self_attn_mask
 from torch import nn
 
 Size2d = Union[int, Tuple[int, int]]
@@ -71,6 +72,15 @@ def reject_attn_mask(x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = 
     if attn_mask is not None or is_causal:
         raise ValueError('Convolutions and hard heads have no attention to mask: leave out attn_mask and is_causal.')
     return x
+
+
+@torch.fx.wrap
+def add_attn_mask(attn_bias: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
+    """Add a mask over N keys to a bias over N or N + 1 keys. The zero key, which comes last, is never masked."""
+    mask = resolve_self_attn_mask(attn_bias.shape[-2], attn_bias, attn_mask, is_causal)
+    if mask is None:
+        return attn_bias
+    return attn_bias + F.pad(mask, [0, attn_bias.shape[-1] - mask.shape[-1]])
 
 
 def check_divisible(img_size: Size2d, patch_size: Size2d) -> None:

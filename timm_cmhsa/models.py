@@ -91,6 +91,7 @@ class Cmhsa(VisionTransformer):
             num_heads=math.gcd(embed_dim, 12),  # of global_pool='map'
             attn_layer=nn.Identity,  # a place for the subclass's token mixer
             class_token=False, pos_embed='none', device=device, dtype=dtype)
+        self.mixer_args: Any = dict(proj_drop=proj_drop_rate, device=device, dtype=dtype)
         self.in_chans, self.hidden_chans = in_chans, hidden_chans
         self.token_size = (1, 1) if stem else to_2tuple(patch_size)  # pixels that a token holds, of the stem if any
         self.fixed_args = dict(
@@ -135,9 +136,9 @@ class Cmhsa(VisionTransformer):
         return super().load_state_dict(state_dict, strict, assign)
 
     def _set_grid_size(self) -> None:
-        for layer in (layer for block in self.blocks for layer in (block.attn, block.mlp)):
-            if hasattr(layer, 'set_grid_size'):
-                layer.set_grid_size(self.patch_embed.grid_size)
+        for module in list(self.blocks.modules()):
+            if hasattr(module, 'set_grid_size') and module.grid_size != self.patch_embed.grid_size:
+                module.set_grid_size(self.patch_embed.grid_size)
 
 
 class CmhsaConv(Cmhsa):
@@ -148,13 +149,11 @@ class CmhsaConv(Cmhsa):
 
     def __init__(self, *, kernel_size: Size2d = 3, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         if not self.stem:
             self.patch_embed.proj = PatchReshape(self.token_size, self.in_chans, self.hidden_chans)
         for block in self.blocks:
             block.attn = PatchConv2d(
-                self.embed_dim, self.token_size, self.patch_embed.grid_size, kernel_size=kernel_size,
-                proj_drop=self.drop_rates['proj_drop_rate'], **dd)
+                self.embed_dim, self.token_size, self.patch_embed.grid_size, kernel_size, **self.mixer_args)
 
     def model_args(self) -> Dict[str, Any]:
         return dict(super().model_args(), kernel_size=self.blocks[0].attn.conv.kernel_size)
@@ -171,12 +170,11 @@ class CmhsaAttn(Cmhsa):
             qkv_bias: bool = True, rel_pos: str = 'table', padding: Optional[Size2d] = None, hard_attn: bool = False,
             **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:
             block.attn = RelPosAttention(
                 self.embed_dim, self.patch_embed.grid_size, num_heads, head_dim, qk_dim, qkv_bias=qkv_bias,
-                attn_drop=self.drop_rates['attn_drop_rate'], proj_drop=self.drop_rates['proj_drop_rate'],
-                rel_pos=rel_pos, padding=padding, hard_attn=hard_attn, **dd)
+                attn_drop=self.drop_rates['attn_drop_rate'], rel_pos=rel_pos, padding=padding, hard_attn=hard_attn,
+                **self.mixer_args)
 
     def model_args(self) -> Dict[str, Any]:
         return dict(super().model_args(), **self.blocks[0].attn.args())
@@ -245,7 +243,7 @@ def create_cmhsa(
     args = {**HEADS.get(variant, {}), **defaults, **kwargs}
     first_conv = 'patch_embed.proj.0' if args.get('stem') else () if cls is CmhsaConv else 'patch_embed.proj'
     args['pretrained_cfg_overlay'] = {**(args.get('pretrained_cfg_overlay') or {}), 'first_conv': first_conv}
-    feature_cfg = dict(out_indices=args.pop('out_indices', 3), feature_cls='getter')
+    feature_cfg = dict(out_indices=args.pop('out_indices', min(3, args.get('depth', 6))), feature_cls='getter')
     return build_model_with_cfg(
         cls, variant, pretrained, pretrained_filter_fn=filter_fn, feature_cfg=feature_cfg, **args)
 

@@ -5,23 +5,13 @@ from typing import Any, List, Optional, Tuple
 import torch
 import torch.nn.functional as F
 from timm.layers import to_2tuple
-from timm.layers.attention import resolve_self_attn_mask
 from torch import nn
 
-from .layers import Mask, Size2d
+from .layers import Size2d
 
 Grid = Tuple[int, int]  # patches per image side, (h, w)
 
 BIAS_SCALE = 30.  # of a padded table, see there
-
-
-@torch.fx.wrap  # keep as a leaf for FX: it branches on traced values
-def add_attn_mask(attn_bias: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
-    """Add a mask over N keys to a bias over N or N + 1 keys. The zero key, which comes last, is never masked."""
-    mask = resolve_self_attn_mask(attn_bias.shape[-2], attn_bias, attn_mask, is_causal)
-    if mask is None:
-        return attn_bias
-    return attn_bias + F.pad(mask, [0, attn_bias.shape[-1] - mask.shape[-1]])
 
 
 class OffsetRelPos(nn.Module):
@@ -50,9 +40,6 @@ class OffsetRelPos(nn.Module):
         # An index of all pairs would be larger than the model for feature maps of thousands of pixels.
         position = torch.cat([part.flatten() for part in (patches, above, below, left, right)])
         self.register_buffer('position', position, persistent=False)
-
-    def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
-        self.init_non_persistent_buffers()
 
     def init_non_persistent_buffers(self) -> None:
         """Fill the buffers that no checkpoint holds, after creation on the meta device (timm's protocol)."""
@@ -101,7 +88,7 @@ class RelPosTable(OffsetRelPos):
         self.reset_parameters()
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
-        super().reset_parameters()
+        self.init_non_persistent_buffers()
         nn.init.trunc_normal_(self.relative_position_bias_table, std=.02, generator=generator)
         nn.init.zeros_(self.zero_key_bias)
 

@@ -26,7 +26,7 @@ class QuadraticRelPos(OffsetRelPos):
 
     @torch.no_grad()
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
-        super().reset_parameters()
+        self.init_non_persistent_buffers()
         nn.init.normal_(self.center, std=math.sqrt(2), generator=generator)
         nn.init.normal_(self.inv_std, std=.01, generator=generator)
         self.inv_std.add_(self.unit_inv_std.to(self.inv_std))
@@ -34,10 +34,6 @@ class QuadraticRelPos(OffsetRelPos):
     def inv_root(self) -> torch.Tensor:
         """Return a square root of the inverse covariance of every head's Gaussian, (num_heads, 2, 2), in patches^-1."""
         return self.inv_std.unsqueeze(1).expand(-1, 2).diag_embed()
-
-    def inv_covariance(self) -> torch.Tensor:
-        """Return the inverse covariance of every head's Gaussian, (num_heads, 2, 2), in patches^-2."""
-        return self.inv_root() @ self.inv_root().transpose(1, 2)
 
     def offset_bias(self) -> torch.Tensor:
         # In float32 at least, since half precision cannot represent offsets beyond 256.
@@ -71,7 +67,7 @@ class LearnedRelPos(OffsetRelPos):
         self.reset_parameters()
 
     def reset_parameters(self, generator: Optional[torch.Generator] = None) -> None:
-        super().reset_parameters()
+        self.init_non_persistent_buffers()
         nn.init.normal_(self.row_embed, generator=generator)
         nn.init.normal_(self.col_embed, generator=generator)
         if self.head_vector is not None:  # for biases of about 1

@@ -7,19 +7,17 @@ whole tokens. One matrix per head replaces its value and output projections (W^(
 the parameters of a convolution with one tap per head. Blocks are timm's, with normalization before attention and MLP;
 the authors' code has BERT's, with normalization after them.
 """
-from typing import Any, Dict, Optional
+from typing import Any, Dict
 
 import torch
 from timm.layers import to_2tuple
 from timm.models import generate_default_cfgs, register_model
 from torch import nn
 
+from .. import layers
 from ..layers import Mask, Size2d
 from ..models import Cmhsa, cfg, create_cmhsa
-from ..rel_pos import Grid, add_attn_mask
 from .encodings import ENCODINGS, resize_offset_embed
-
-torch.fx.wrap('add_attn_mask')  # keep as a leaf for FX
 
 
 class PositionalAttention(nn.Module):
@@ -38,13 +36,11 @@ class PositionalAttention(nn.Module):
             rel_pos: str = 'quadratic',
             attn_drop: float = 0.,
             proj_drop: float = 0.,
-            device: Optional[torch.device] = None,
-            dtype: Optional[torch.dtype] = None,
+            **dd: Any,
     ) -> None:
         super().__init__()
         if rel_pos not in ENCODINGS:
             raise ValueError(f'{rel_pos=} is not an encoding of pixel models: use {", ".join(ENCODINGS)}.')
-        dd: Any = {'device': device, 'dtype': dtype}
         self.num_heads = num_heads
         self.rel_pos = ENCODINGS[rel_pos](to_2tuple(grid_size), num_heads, dim, **dd)
         self.qk = nn.Linear(dim, 2 * num_heads * dim, **dd) if self.rel_pos.depends_on_queries else None
@@ -64,22 +60,14 @@ class PositionalAttention(nn.Module):
     def forward(self, x: torch.Tensor, attn_mask: Mask = None, is_causal: bool = False) -> torch.Tensor:
         B, N, D = x.shape
         if self.qk is None:  # the same weights for all images
-            scores = add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
+            scores = layers.add_attn_mask(self.rel_pos.get_bias(), attn_mask, is_causal)
         else:
             q, k = self.qk(x).reshape(B, N, 2, self.num_heads, D).permute(2, 0, 3, 1, 4).unbind(0)
-            attn_bias = add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
+            attn_bias = layers.add_attn_mask(self.rel_pos.get_bias(q), attn_mask, is_causal)
             scores = (q * D ** -0.5) @ k.transpose(-2, -1) + attn_bias
         attn = self.attn_drop(scores.softmax(dim=-1))
         x = (attn.flatten(1, 2) @ x).reshape(B, self.num_heads, N, D).transpose(1, 2)
         return self.proj_drop(self.proj(self.value(x.flatten(2))))
-
-    @property
-    def grid_size(self) -> Grid:
-        return self.rel_pos.grid_size
-
-    def set_grid_size(self, grid_size: Grid) -> None:
-        """Change the grid; the bias of every offset is kept."""
-        self.rel_pos.set_grid_size(grid_size)
 
 
 class PixelAttn(Cmhsa):
@@ -97,11 +85,10 @@ class PixelAttn(Cmhsa):
     ) -> None:
         """See `Cmhsa`. `rel_pos` is 'quadratic', 'quadratic_gen', 'learned' or 'learned_content'."""
         super().__init__(patch_size=patch_size, hidden_chans=hidden_chans, mlp_ratio=mlp_ratio, **kwargs)
-        dd = {key: kwargs.get(key) for key in ('device', 'dtype')}
         for block in self.blocks:
             block.attn = PositionalAttention(
                 self.embed_dim, self.patch_embed.grid_size, num_heads, rel_pos,
-                attn_drop=self.drop_rates['attn_drop_rate'], proj_drop=self.drop_rates['proj_drop_rate'], **dd)
+                attn_drop=self.drop_rates['attn_drop_rate'], **self.mixer_args)
 
     def model_args(self) -> Dict[str, Any]:
         attn = self.blocks[0].attn

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import PowerNorm
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from timm.utils import unwrap_model
+from timm.utils import natural_key, unwrap_model
 from torch import nn
 
 from ..analysis import AttentionMaps, HeadStatistics, PlotError, attention_layers, attention_maps, mean_attention
@@ -230,12 +230,8 @@ def open_models(
 
 def in_order_of_training(paths: Sequence[PathLike]) -> List[PathLike]:
     """Sort neighbouring checkpoints of `train.py` by epoch, since a shell puts checkpoint-10 before checkpoint-9."""
-    def epoch(path: PathLike) -> int:
-        match = re.fullmatch(r'checkpoint-(\d+)\.pth\.tar', Path(path).name)
-        return int(match[1]) if match else -1
-
-    runs = groupby(paths, key=lambda path: (Path(path).parent, epoch(path) < 0))
-    return [path for _, run in runs for path in sorted(run, key=epoch)]
+    runs = groupby(paths, key=lambda path: re.sub(r'(?<=checkpoint-)\d+', '', str(path)))
+    return [path for _, run in runs for path in sorted(run, key=lambda path: natural_key(str(path)))]
 
 
 def draw_figures(attention: History, statistics: History, seen: str) -> Dict[str, Figure]:
