@@ -156,7 +156,7 @@ def test_checkpoints_of_ordinary_loops(tmp_path):
         optimizer=create_optimizer_v2(model, 'adamw', lr=1e-3).state_dict(), names=['a', 'b'], amp=torch.float16)
     averaged = torch.optim.swa_utils.AveragedModel(model).state_dict()
     for name, weights in dict(state_dict=model.state_dict(), network=model.state_dict(), weights=averaged).items():
-        torch.save({name: weights, **beside}, tmp_path / f'{name}.pt')
+        torch.save({'model': 'a name', name: weights, **beside}, tmp_path / f'{name}.pt')
         assert_same(model, load_model(tmp_path / f'{name}.pt', img_size=8))
     torch.save(averaged, tmp_path / 'old.pt', _use_new_zipfile_serialization=False)
     safetensors.torch.save_file(averaged, tmp_path / 'averaged.safetensors')

@@ -84,6 +84,13 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
     assert_hardly_moved(weights(tmp_path), timm.create_model(f'local-dir:{source}', pretrained=True))
 
 
+def test_rivals_of_gray_weights_are_gray(photos, tmp_path):
+    save_for_hf(timm.create_model('test_efficientnet', in_chans=1), str(tmp_path / 'gray'), {}, dict(in_chans=1))
+    results = train_two_phases(
+        photos, output=tmp_path / 'out', model=f'local-dir:{tmp_path}/gray', compare=['test_resnet'], **OPTIONS)
+    assert results['compare'].keys() == {'test_resnet'}
+
+
 @pytest.mark.parametrize(('step', 'start', 'rounds', 'measured'), [
     (0.1, 0., {1, 4, 16}, 0.9), (7., 1., {1, 4}, 65.25), (1., 5., {1, 4, 16}, 14.)])
 def test_few_steps_are_timed_where_they_are_slow(

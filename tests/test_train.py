@@ -255,10 +255,12 @@ def test_oblong_images_become_square_alike_in_training_and_later(fit, kept, tmp_
 
 def test_an_output_among_the_classes_is_refused(photos, tmp_path):
     """The next run would take it for a class."""
-    root = shutil.copytree(photos / 'train', tmp_path / 'photos')
-    with pytest.raises(ValueError, match='would become a class of'):
-        train_two_phases(root, output=root / 'out', **OPTIONS)
-    assert {path.name for path in root.iterdir()} == set(CLASSES)
+    shutil.copytree(photos / 'train', tmp_path / 'photos')
+    shutil.copytree(photos, tmp_path / 'split')
+    for data_dir, root in (('photos', 'photos'), ('split', 'split/train'), ('split', 'split/validation')):
+        with pytest.raises(ValueError, match='would become a class of'):
+            train_two_phases(tmp_path / data_dir, output=tmp_path / root / 'out', **OPTIONS)
+        assert {path.name for path in (tmp_path / root).iterdir()} == set(CLASSES)
 
 
 def train_with_hook(hook, photos, output, code):

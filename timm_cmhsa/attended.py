@@ -19,22 +19,11 @@ def create_sized(name: str, img_size: Any, **kwargs: Any) -> Any:
         return timm.create_model(name, **kwargs)
 
 
-def is_call(call: Any) -> bool:
-    """Return whether these are arguments of a call of `attend_convs`, which checks their values."""
-    return isinstance(call, dict) and call.keys() == {'names', 'patch_size', 'peak'} and isinstance(call['names'], list)
-
-
-def check_attended(model: Any, checkpoint: Any) -> None:
-    """Raise CheckpointError unless the checkpoint of a CNN gives it anew, and it can be trained on."""
-    in_chans, *img_size = model.pretrained_cfg['input_size']
-    _check_others(checkpoint, dict(checkpoint.spec.model_args, in_chans=in_chans, img_size=tuple(img_size)))
-
-
 def create_attended(checkpoint: Any, **model_kwargs: Any) -> Any:
     """Create a CNN of timm, attend its convolutions, call by call, and load tensors, in eval mode."""
     spec = checkpoint.spec
     args = {**spec.model_args, **model_kwargs}
-    _check_others(checkpoint, args)
+    check_attended(checkpoint, args)
     model = create_sized(spec.architecture, **args)
     try:
         for call in spec.attend:
@@ -48,7 +37,7 @@ def create_attended(checkpoint: Any, **model_kwargs: Any) -> Any:
     return model.eval()
 
 
-def _check_others(checkpoint: Any, args: Mapping[str, Any]) -> None:
+def check_attended(checkpoint: Any, args: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless tensors fit a CNN but for its attention. This takes no memory."""
     spec, tensors, source = checkpoint.spec, checkpoint.tensors, checkpoint.source
     if not timm.is_model(spec.architecture or '') or is_ours(spec.architecture):

@@ -6,7 +6,6 @@ arguments below, within their bounds, reach timm.
 import argparse
 import json
 import logging
-import math
 import os
 import reprlib
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from timm.models._manipulate import reinit_non_persistent_buffers
 from timm.models._pretrained import filter_pretrained_cfg
 from torch import nn
 
-from .attended import check_attended, create_attended, is_call
+from .attended import check_attended, create_attended
 from .convert import DATA_KEYS
 from .errors import CheckpointError, HubError, one_line
 from .files import MODEL_SUFFIXES, PathLike, check_destination, is_ours, local_path, read_json, replacing
@@ -137,7 +136,7 @@ class Checkpoint:
         keys = (*EMA_KEYS, 'state_dict', 'model') if use_ema else ('state_dict', 'model')
         found = [name for name, each in content.items() if _is_state_dict(each)]
         only = found[0] if len(found) == 1 else None
-        key = next((key for key in keys if content.get(key) is not None), only)
+        key = next((key for key in keys if key in found), only)
         if key in EMA_KEYS:
             spec.notes.append(f'averaged (EMA) weights, {key}, which validate.py reads from this file with --use-ema')
         return cls(spec, named_tensors(content if key is None else content[key], str(path)), str(source))
@@ -149,16 +148,14 @@ class Checkpoint:
         cfg = dict(filter_pretrained_cfg(model.pretrained_cfg, remove_source=True), num_classes=model.num_classes)
         architecture = cfg.pop('architecture')
         if hasattr(model, 'attended'):
-            args = checked_args(dict(getattr(model, 'base_args', {}), num_classes=model.num_classes), 'base_args')
+            size = dict(num_classes=model.num_classes, in_chans=cfg['input_size'][0], img_size=cfg['input_size'][1:])
+            args = checked_args({**getattr(model, 'base_args', {}), **size}, 'base_args')
             checkpoint = cls(Spec(architecture, args, cfg, attend=model.attended), tensors)
-            check_attended(model, checkpoint)
+            check_attended(checkpoint, args)
             return checkpoint
         if isinstance(model.norm, nn.Identity) and isinstance(model.fc_norm, nn.Identity):
             raise CheckpointError('The final norm was pruned, which no arguments give: use prune_norm=False.')
-        args = {key: value for key, value in model.model_args().items() if value is not None and key != 'num_classes'}
-        for key, value in args.items():
-            if not isinstance(value, (bool, int, float, str, tuple, list)):
-                raise CheckpointError(f'{key}={value} does not go into config.json: give its name in timm.')
+        args = checked_args({**model.model_args(), 'num_classes': None}, 'The model')
         cfg.update(input_size=(model.in_chans, *model.patch_embed.img_size))
         return cls(Spec(architecture, args, cfg), tensors)
 
@@ -166,9 +163,6 @@ class Checkpoint:
         """Build a model of this package around the tensors, in eval mode. See `load_model`."""
         name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
         try:
-            if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
-                raise ValueError(
-                    f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
             model = timm.create_model(
                 name, **args, pretrained_cfg_overlay=self.spec.pretrained_cfg, device=torch.device('meta'))
             if model.patch_embed.num_patches > MAX_TOKENS:
@@ -225,8 +219,6 @@ class Checkpoint:
         spec, metadata = self.spec, {'format': 'pt'}
         with replacing(check_destination(dst, force), force) as new:
             if new.suffix == '.safetensors':
-                if spec.attend:
-                    raise CheckpointError(f'{dst}: a CNN with attention needs a folder, which says what it is.')
                 metadata.update(architecture=spec.architecture or '', model_args=json.dumps(spec.model_args))
                 safetensors.torch.save_file(self.tensors, new, metadata)
             elif new.suffix in MODEL_SUFFIXES:
@@ -296,7 +288,9 @@ def _checked_spec(config: Mapping[str, Any], source: str) -> Spec:
     model_args, attend = config.get('model_args') or {}, config.get('attend') or []
     if not (isinstance(model_args, dict) and isinstance(told, dict) and isinstance(architecture, (str, type(None)))):
         raise CheckpointError(f'{source} has a malformed model configuration.')
-    if not isinstance(attend, list) or not all(map(is_call, attend)):
+    if not isinstance(attend, list) or not all(
+            isinstance(call, dict) and {*call} == {'names', 'patch_size', 'peak'} and isinstance(call['names'], list)
+            for call in attend):
         raise CheckpointError(f'{source}: attend={reprlib.repr(attend)} is not what attend_convs takes.')
     told = {**told, **{key: config[key] for key in LABEL_KEYS if key in config}}
     input_size = told.get('input_size')

@@ -1,5 +1,5 @@
 """Errors that are shown in one line, and tables on the screen."""
-from typing import Sequence
+from typing import Any, Iterable, Sequence
 
 
 class CheckpointError(ValueError):
@@ -17,11 +17,17 @@ class VerificationError(RuntimeError):
 def one_line(error: BaseException, length: int = 200) -> str:
     """Return an error's message in one line, with a full stop."""
     text = getattr(error, 'strerror', None) or str(error) or type(error).__name__
-    line = ' '.join(''.join(char if char.isprintable() else ' ' for char in text).split()).rstrip('.')
+    line = ' '.join(printable(text, ' ').split()).rstrip('.')
     return f'{line[:length]}...' if len(line) > length else f'{line}.'
 
 
-def text_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of text with aligned columns."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in rows)
+def printable(text: Any, instead: str = '?') -> str:
+    """Return text in one line, as names of files may hold anything."""
+    return ''.join(char if char.isprintable() else instead for char in str(text))
+
+
+def text_table(rows: Iterable[Sequence[Any]]) -> str:
+    """Return rows as text with aligned columns."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    return '\n'.join('  '.join(map(str.ljust, row, widths)).rstrip() for row in cells)

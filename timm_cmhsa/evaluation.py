@@ -1,7 +1,7 @@
 """How good a classifier is, and what it gets wrong, by its logits, (N, num_classes), and the classes, (N,)."""
 import math
 from functools import partial
-from typing import Callable, Dict, List, Sequence, Set, Tuple
+from typing import Callable, Dict, List, Sequence, Tuple
 
 import torch
 from matplotlib import rc_context, rcParams
@@ -54,14 +54,11 @@ def error_figures(logits: torch.Tensor, targets: torch.Tensor, class_names: List
     return figures
 
 
-def _missing(names: Sequence[str]) -> Set[int]:
-    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in rcParams['font.family']]
-    return {ord(char) for char in ''.join(names)} - {code for font in fonts for code in font.get_charmap()}
-
-
 def _labels(class_names: Sequence[str]) -> List[str]:
     """Return names for a picture: short, and the number of the class where no font has its letters."""
-    return [f'#{i}' if _missing([name]) else name if len(name) <= MAX_NAME else f'{name[:MAX_NAME - 1]}…'
+    fonts = [get_font(findfont(FontProperties(family=[family]))) for family in rcParams['font.family']]
+    letters = {chr(code) for font in fonts for code in font.get_charmap()}
+    return [f'#{i}' if {*name} - letters else name if len(name) <= MAX_NAME else f'{name[:MAX_NAME - 1]}…'
             for i, name in enumerate(class_names)]
 
 

@@ -107,16 +107,19 @@ def read_folder(folder: PathLike, model: nn.Module, count: int) -> Tuple[torch.T
     return images, [name for name, reason in zip(names, reasons) if not reason]
 
 
+def try_read(read: Callable[[Path], Any], file: Path) -> Tuple[Any, str]:
+    """Return the image of a file and '', or None and why it cannot be read."""
+    try:
+        return read(file), ''
+    except Exception as e:  # decoders raise anything
+        return None, one_line(e)
+
+
 def read_images(read: Callable[[Path], Any], files: Sequence[Path]) -> Tuple[Optional[torch.Tensor], List[str]]:
     """Return the images that can be read, (B, C, H, W), if any, and for every file why it cannot, or ''."""
-    images, reasons = [], []
-    for file in files:
-        try:
-            images.append(read(file))
-            reasons.append('')
-        except Exception as e:  # decoders raise anything
-            reasons.append(one_line(e))
-    return torch.stack(images) if images else None, reasons
+    images, reasons = zip(*(try_read(read, file) for file in files))
+    readable = [image for image in images if image is not None]
+    return torch.stack(readable) if readable else None, list(reasons)
 
 
 def load_image(file: PathLike, mode: str = 'RGB', side: Optional[int] = None) -> Image.Image:

@@ -5,7 +5,7 @@ import os
 import sys
 from functools import partial
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator, List, NamedTuple, Optional, Sequence, Union
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Union
 
 import torch
 from timm.utils import accuracy
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from .checkpoint import open_model
 from .cli import ANY_SOURCE, Parser, run_command
-from .errors import CheckpointError, one_line, text_table
+from .errors import CheckpointError, one_line, printable, text_table
 from .files import PathLike, check_destination, replacing, write_csv
 from .images import IMAGE_SUFFIXES, class_name, find_images, image_reader, load_image, read_images
 
@@ -115,15 +115,6 @@ def _targets(files: Sequence[Path], root: Path, names: Sequence[str]) -> Optiona
     return None
 
 
-def printable(text: Any) -> str:
-    """Return text in one line, as names of files may hold anything."""
-    return ''.join(char if char.isprintable() else '?' for char in str(text))
-
-
-def _print_table(rows: Iterable[Sequence[Any]]) -> None:
-    print(text_table([[printable(cell) for cell in row] for row in rows]))
-
-
 def _evaluate(predictions: Predictions, targets: torch.Tensor, output: Optional[Path], force: bool) -> None:
     """Print how many predictions are right, and draw the mistakes beside the file of all predictions."""
     from .evaluation import class_accuracies, error_figures, interval, text_style
@@ -134,7 +125,7 @@ def _evaluate(predictions: Predictions, targets: torch.Tensor, output: Optional[
     by_class = enumerate(class_accuracies(logits, targets))
     classes = sorted((share, i, count) for i, (count, share) in by_class if count)
     rows = [(i, names[i], count, f'{share:.1f}') for share, i, count in classes[:NUM_SHOWN]]
-    _print_table([('#', 'class, the worst first', 'images', 'top-1'), *rows])
+    print(text_table([('#', 'class, the worst first', 'images', 'top-1'), *rows]))
     if output is None:
         return
     figures = error_figures(logits, targets, names, lambda i, side: load_image(files[i], side=side))
@@ -174,7 +165,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if args.output:  # first, as what follows may need an extra
             with replacing(args.output, args.force) as new:
                 write_csv(new, predictions.rows(args.top))
-        _print_table(itertools.islice(predictions.rows(), NUM_SHOWN + 1))
+        print(text_table(itertools.islice(predictions.rows(), NUM_SHOWN + 1)))
         if len(predictions.files) > NUM_SHOWN:
             print(f'... and {len(predictions.files) - NUM_SHOWN} more: {args.output or "--output FILE.csv"}')
         if predictions.targets is not None:

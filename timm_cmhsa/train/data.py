@@ -17,8 +17,7 @@ from torch.utils.data import Dataset, Subset
 from torchvision.transforms import Compose, InterpolationMode, RandomCrop, RandomHorizontalFlip, Resize
 from tqdm import tqdm
 
-from ..errors import one_line
-from ..images import IMAGE_SUFFIXES, class_name, evenly_spaced, find_images, is_hidden, is_image, load_image
+from ..images import IMAGE_SUFFIXES, class_name, evenly_spaced, find_images, is_hidden, is_image, load_image, try_read
 
 HELD_OUT = 10  # one of so many images of a class is held out where there is no folder for validation
 CANVAS, DIGIT = 32, 16  # pixels
@@ -112,9 +111,10 @@ def open_images(args: Namespace) -> Images:
     """Find the images that the options name, and look at them."""
     if args.data_dir:
         images = open_folder(Path(args.data_dir))
-        root, output = images.splits['train'][0][0].parents[1].resolve(), args.output.resolve()
-        if root in (output, *output.parents):
-            raise ValueError(f'{args.output} would become a class of {root}: give an --output elsewhere.')
+        for samples in images.splits.values():
+            root, output = samples[0][0].parents[1].resolve(), args.output.resolve()
+            if root in (output, *output.parents):
+                raise ValueError(f'{args.output} would become a class of {root}: give an --output elsewhere.')
         return images
     folder = args.output / f'digits-{args.seed}'
     if args.rank == 0:
@@ -201,15 +201,9 @@ def _read(root: Path, notes: List[str]) -> Samples:
 
 def _readable(samples: Samples, notes: List[str]) -> Samples:
     """Return the samples that can be read. Note the others."""
-    def why_not(sample: Tuple[Path, int]) -> str:
-        try:
-            load_image(sample[0], side=32)  # decodes JPEG faster
-        except Exception as e:  # decoders raise anything
-            return one_line(e).rstrip('.')
-        return ''
-
+    read = partial(load_image, side=32)  # decodes JPEG faster
     with ThreadPoolExecutor() as pool:
-        checks = pool.map(why_not, samples)
+        checks = pool.map(lambda sample: try_read(read, sample[0])[1].rstrip('.'), samples)
         reasons = list(tqdm(checks, 'reading images', len(samples), leave=False, disable=None))
     bad = [f'{path}: {reason}' for (path, _), reason in zip(samples, reasons) if reason]
     if bad:

@@ -62,7 +62,9 @@ def create_model(
     cfg: Dict[str, Any] = dict(model.pretrained_cfg)
     cfg.pop('state_dict', None)
     if has_weights and model.num_classes != cfg['num_classes']:
-        _start_classifier(model)
+        for weight in _classifiers(model).parameters():
+            if weight.dim() > 1:
+                nn.init.trunc_normal_(weight, std=0.01)  # some of timm are so large that features suffer
     if crop_mode not in (None, cfg.get('crop_mode')):
         cfg.update(crop_mode=crop_mode, crop_pct=1.)  # all of the image is asked for
     if img_size is not None:
@@ -124,15 +126,6 @@ def freeze_features(model: Any) -> None:
     model.requires_grad_(False)
     freeze_batch_norm_2d(model)
     _classifiers(model).requires_grad_(True)
-
-
-def _start_classifier(model: Any) -> None:
-    """Make the weights of a new classifier small: those of some models of timm are so large that features suffer."""
-    for each in _classifiers(model).modules():
-        if isinstance(each, (nn.Linear, nn.Conv2d)):
-            nn.init.trunc_normal_(each.weight, std=0.01)
-            if each.bias is not None:
-                nn.init.zeros_(each.bias)
 
 
 def _classifiers(model: Any) -> nn.ModuleList:

@@ -31,7 +31,7 @@ CROP_MODES = dict(crop='center', pad='border', squash='squash')  # timm's names,
 CHOICES = dict(start=['convolution'], fit=[*CROP_MODES], class_weights=['balanced'])
 SHARES = {'switch', 'layer_decay', 'scale', 'ema', 'mixup_prob', 'reprob', 'smoothing'}
 WITHOUT_EFFECT = {  # on training
-    'class_counts', 'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'local_rank',
+    'compare', 'compare_lr', 'compile', 'data_dir', 'device', 'distributed', 'local_rank',
     'output', 'rank', 'rivals'}
 STEP = 'batch_size', 'world_size'  # their product is the number of images of a step
 
@@ -173,9 +173,8 @@ def choose_options(
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
     if (args.mixup or args.cutmix) and args.batch_size % 2:
         raise ValueError(f'--batch-size {args.batch_size} must be even for Mixup: or use --mixup 0 --cutmix 0.')
-    counts = Counter(target for _, target in images.splits['train'])
-    args.class_counts = [counts[i] for i in range(len(images.class_names))]
-    unequal = max(args.class_counts) / max(min(args.class_counts), 1)
+    sizes = Counter(target for _, target in images.splits['train']).values()
+    unequal = max(sizes) / min(sizes)
     if unequal > 5 and not args.class_weights:
         notes.append(f'the largest class has {unequal:.0f} times the images of the smallest: '
                      '--class-weights balanced weighs all classes alike')

@@ -4,7 +4,7 @@ import json
 import shutil
 from argparse import Namespace
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Sequence
+from typing import Any, Dict, List
 
 import timm
 import torch
@@ -13,13 +13,13 @@ from timm.models import save_for_hf
 from torch import nn
 
 from ..errors import one_line
-from ..evaluation import MAX_CLASSES, Figures, Mistake, error_figures, find_mistakes, interval, text_style
+from ..evaluation import MAX_CLASSES, Figures, error_figures, find_mistakes, interval, text_style
 from ..files import read_json, replacing, write_csv
 from ..hub import save_for_hub
 from ..images import data_config, load_image
 from ..models import Cmhsa
 from ..plots import PlotError, attention_figure, attention_from, mean_attention
-from .data import Images, Samples
+from .data import Images
 from .trainer import Judged, Point
 
 LOAD = '''```python
@@ -69,7 +69,9 @@ def write_report(
     """Write results.json, results.md, mistakes.csv and pictures: of curves, of final errors and of attention."""
     (output / 'results.json').write_text(json.dumps(results, indent=2), encoding='utf-8')
     samples, names, predicted = found.splits['validation'], found.class_names, final.predicted['validation']
-    write_csv(output / 'mistakes.csv', mistake_rows(find_mistakes(*predicted), samples, names))
+    mistakes = [(samples[i][0], names[target], names[taken_for], f'{probability:.4f}')
+                for i, target, taken_for, probability in find_mistakes(*predicted)]
+    write_csv(output / 'mistakes.csv', [('path', 'class', 'taken for', 'probability'), *mistakes])
     draw: Figures = {
         'curves.png': lambda: draw_curves(results['curves']), 'attention.png': lambda: draw_attention(models, images),
         **error_figures(*predicted, names, lambda i, side: load_image(samples[i][0], side=side))}
@@ -84,13 +86,6 @@ def write_report(
         except Exception as e:  # a finished training is worth more than a picture
             print(f'{name} cannot be drawn: {one_line(e)}')
     (output / 'results.md').write_text(markdown(output, results, pictures), encoding='utf-8', errors='replace')
-
-
-def mistake_rows(mistakes: List[Mistake], samples: Samples, class_names: List[str]) -> Iterator[Sequence[Any]]:
-    """Yield the rows of mistakes.csv."""
-    yield 'path', 'class', 'taken for', 'probability'
-    for index, target, taken_for, probability in mistakes:
-        yield samples[index][0], class_names[target], class_names[taken_for], f'{probability:.4f}'
 
 
 def markdown(output: Path, results: Dict[str, Any], pictures: List[str]) -> str:

@@ -118,8 +118,8 @@ class Trainer:
                 num_classes=len(args.classes))
         self.class_weights = None
         if args.class_weights:
-            counts = torch.tensor(args.class_counts, dtype=torch.float)
-            self.class_weights = (counts.sum() / counts.clamp(min=1) / len(counts)).to(self.device)
+            counts = torch.tensor([target for _, target in images.splits['train']]).bincount().float()
+            self.class_weights = (counts.mean() / counts).to(self.device)
 
     def fit(
             self, name: str, model: nn.Module, epochs: range, before: Optional[Trained] = None,
@@ -259,14 +259,13 @@ class Trainer:
     def _loss(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Return the loss of a batch, for classes, (N,), or for what Mixup makes of them, (N, num_classes)."""
         smoothing = self.args.smoothing
-        if self.class_weights is None:
-            return F.cross_entropy(logits, targets, label_smoothing=0. if self.mixup else smoothing)
-        if not self.mixup:
-            losses = F.cross_entropy(logits, targets, label_smoothing=smoothing, reduction='none')
-            return (losses * self.class_weights[targets]).mean()
-        # Of an image, not of a class: cross_entropy's own weights would multiply what smoothing gives a rare class.
-        shares = (targets - smoothing / targets.shape[1]) / (1 - smoothing)
-        return (F.cross_entropy(logits, targets, reduction='none') * (shares @ self.class_weights)).mean()
+        losses = F.cross_entropy(logits, targets, label_smoothing=0. if self.mixup else smoothing, reduction='none')
+        if self.class_weights is not None:
+            # Of an image, not of a class: cross_entropy's own weights would multiply what smoothing gives a rare class.
+            shares = (targets - smoothing / targets.shape[1]) / (1 - smoothing) if self.mixup else (
+                F.one_hot(targets, logits.shape[1]).float())
+            losses = losses * (shares @ self.class_weights)
+        return losses.mean()
 
     @contextmanager
     def _one_line_errors(self, name: str) -> Iterator[None]:
