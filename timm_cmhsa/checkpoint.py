@@ -6,6 +6,7 @@ arguments below, within their bounds, reach timm.
 import argparse
 import json
 import logging
+import math
 import os
 import reprlib
 from dataclasses import dataclass, field
@@ -163,6 +164,9 @@ class Checkpoint:
         """Build a model of this package around the tensors, in eval mode. See `load_model`."""
         name, args, assumed = self._model_args(architecture, checked_args(model_kwargs, 'model_kwargs'))
         try:
+            if not args.get('stem') and args.get('in_chans', 0) > args.get('hidden_chans', math.inf):
+                raise ValueError(
+                    f'its tokens carry {args["hidden_chans"]} channels per pixel, and in_chans can be no more')
             model = timm.create_model(
                 name, **args, pretrained_cfg_overlay=self.spec.pretrained_cfg, device=torch.device('meta'))
             if model.patch_embed.num_patches > MAX_TOKENS:
