@@ -85,7 +85,9 @@ def test_from_the_hub_and_beside_others(source, photos, tmp_path, hub):
 
 
 def test_rivals_of_gray_weights_are_gray(photos, tmp_path):
-    save_for_hf(timm.create_model('test_efficientnet', in_chans=1), str(tmp_path / 'gray'), {}, dict(in_chans=1))
+    model = timm.create_model('test_efficientnet', in_chans=1)
+    cfg = dict(model.pretrained_cfg, input_size=(1, 48, 48), mean=(0.5,), std=(0.25,))
+    save_for_hf(model, str(tmp_path / 'gray'), {'pretrained_cfg': cfg}, dict(in_chans=1))
     results = train_two_phases(
         photos, output=tmp_path / 'out', model=f'local-dir:{tmp_path}/gray', compare=['test_resnet'], **OPTIONS)
     assert results['compare'].keys() == {'test_resnet'}
