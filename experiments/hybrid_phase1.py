@@ -1,13 +1,13 @@
 """Compare phase 1 of a hybrid with CNNs: python experiments/hybrid_phase1.py --data-dir DIR
 
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
-CIFAR-10. Every model trains on 3,000 of them for 100 epochs by the defaults of the trainer, by Muon, and is judged by
+CIFAR-10. Every model trains on 3,000 of them for --epochs by the defaults of the trainer, by Muon, and is judged by
 2,000 other training images and by all of validation/, with mirror images averaged (--tta). A run takes 10 to 25 minutes
 on one core. The output folder gets the table.
 """
 from typing import Any, Dict, Tuple
 
-from common.options import make_run_parser
+from common.options import make_run_parser, positive_int
 from common.report import accuracies, show
 from common.runs import NARROW, Run, replicate, run_all
 from timm.layers import BatchNormAct2d, create_conv2d
@@ -42,7 +42,7 @@ def convmixer_photos(num_classes: int) -> nn.Module:
     return ConvMixer(256, 7, kernel_size=5, patch_size=4, num_classes=num_classes)
 
 
-OPTIONS = dict(img_size=32, epochs=100, opt='muon', lr=0.05, tta=True)
+OPTIONS = dict(img_size=32, opt='muon', tta=True)
 MODELS: Dict[str, Tuple[str, Dict[str, Any]]] = {
     'hybrid': ('cmhsa_hybrid_conv_32', {}),
     'hybrid, narrow': ('cmhsa_hybrid_conv_32', NARROW),
@@ -56,9 +56,13 @@ ROWS = {title: Run(title, 3000, dict(OPTIONS, model=model, model_kwargs=model_kw
 
 def main() -> None:
     parser = make_run_parser(__doc__, 'hybrid_phase1', seeds=1, photos=True)
+    add = parser.add_argument
+    add('--epochs', type=positive_int, default=100, help='of every row (default: %(default)s)')
+    add('--lr', type=float, default=0.05, help='learning rate of Muon (default: %(default)s)')
     parser.set_defaults(num_held_out=2000)
     args = parser.parse_args()
-    show(accuracies(run_all(replicate(ROWS, args), args)), args.output / 'hybrid_phase1.md')
+    rows = {title: run.change(dict(epochs=args.epochs, lr=args.lr)) for title, run in ROWS.items()}
+    show(accuracies(run_all(replicate(rows, args), args)), args.output / 'hybrid_phase1.md')
 
 
 if __name__ == '__main__':
