@@ -70,6 +70,7 @@ ROWS: Dict[str, Tuple[float, Optional[Callable[[Any], nn.Module]], Dict[str, Any
     '16 x 16 tokens, last block': (0.4, attend_last, FINE),
     'raw patches, phase 1 alone': (1., None, RAW),
     'raw patches, all blocks': (0.4, None, RAW),
+    'raw patches, heads beside': (0.4, add_beside, RAW),
 }
 
 

@@ -102,7 +102,7 @@ def test_bad_options(tmp_path, monkeypatch, capsys, script, arguments, message):
 @pytest.mark.slow
 @pytest.mark.parametrize(('script', 'num_rows', 'num_plots'), [
     ('table1', 8, 1), ('figure2', 4, 1), ('pixel_models', 6, 0),
-    ('hybrid_phase1', 5, 0), ('hybrid_phase2', 12, 0), ('vit_starts', 4, 0), ('natural_images', 3, 1),
+    ('hybrid_phase1', 5, 0), ('hybrid_phase2', 13, 0), ('vit_starts', 4, 0), ('natural_images', 3, 1),
     ('two_phases', 4, 1),
 ])
 def test_scripts(script, num_rows, num_plots, tmp_path):

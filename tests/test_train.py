@@ -16,6 +16,7 @@ import timm
 import torch
 from helpers import assert_equal, command_error, is_picture, parse, run_python, write_image
 from PIL import ExifTags, Image
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import timm_cmhsa
 from timm_cmhsa.evaluation import draw_confusion
@@ -364,6 +365,30 @@ def test_moments_of_the_optimizer_and_the_schedule_go_on(finished):
     assert {group['full_scale'] for group in groups if 'full_scale' in group} == {0.03}
     tables = [group for group in groups if group.get('use_fallback') and 'full_scale' in group and group['params']]
     assert len(tables) == 1, 'biases are no matrices, which Muon is for'
+
+
+class Products(TorchDispatchMode):
+    """Remember the types of matrix products."""
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.addmm, torch.ops.aten.baddbmm):  # those of timm's Muon are among them
+            self.dtypes.add(args[1].dtype)
+        return func(*args, **kwargs or {})
+
+
+def test_muon_computes_in_the_type_of_the_training(photos, tmp_path):
+    """In bfloat16, processors without it would take most of a step for it."""
+    with Products() as products:
+        train_two_phases(photos, output=tmp_path / 'float32', opt='muon', no_amp=True, **ALONE)
+    assert products.dtypes == {torch.float32}
+    optimizer = timm.optim.Muon([torch.nn.Parameter(torch.ones(8, 8))])  # of anybody else, as before
+    optimizer.param_groups[0]['params'][0].grad = torch.eye(8)
+    with Products() as products:
+        optimizer.step()
+    assert products.dtypes == {torch.bfloat16}
 
 
 def test_models_are_judged_by_mirror_images_too(photos, tmp_path):

@@ -5,6 +5,7 @@ import time
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -13,7 +14,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 import torch
 import torch.nn.functional as F
 from timm.data import Mixup
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, muon
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3, accuracy, distribute_bn, random_seed, reduce_tensor
@@ -34,6 +35,7 @@ TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 NEW_OF_MUON = 0.03  # their learning rate, relative to that of others
+ORTHOGONALIZE = muon.zeropower_via_newtonschulz
 
 Point = Dict[str, float]  # of a curve
 
@@ -200,6 +202,10 @@ class Trainer:
         optimizer = create_optimizer_v2(
             model, args.opt, lr=(before and args.phase2_lr) or args.lr, weight_decay=args.weight_decay,
             layer_decay=args.layer_decay, fallback_no_weight_decay=True, **args.opt_kwargs)  # Muon is for matrices
+        if args.amp_dtype != 'bfloat16':  # timm's Muon always computes in it; where it is emulated, most of a step
+            in_float32 = partial(ORTHOGONALIZE, dtype=torch.float32)
+            optimizer.register_step_pre_hook(lambda *_: setattr(muon, ORTHOGONALIZE.__name__, in_float32))
+            optimizer.register_step_post_hook(lambda *_: setattr(muon, ORTHOGONALIZE.__name__, ORTHOGONALIZE))
         if before is None:
             return optimizer
         old = dict(before.model.named_parameters())
