@@ -35,7 +35,7 @@ TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name 
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
 WARMUP_OF_NEW = 0.02  # of the schedule: warm-up of parameters that the rewrite adds
 NEW_OF_MUON = 0.03  # their learning rate, relative to that of others
-ORTHOGONALIZE = muon.zeropower_via_newtonschulz
+ORTHOGONALIZE = muon.zeropower_via_newtonschulz  # timm's Muon looks it up in its module in every step
 
 Point = Dict[str, float]  # of a curve
 
@@ -202,7 +202,7 @@ class Trainer:
         optimizer = create_optimizer_v2(
             model, args.opt, lr=(before and args.phase2_lr) or args.lr, weight_decay=args.weight_decay,
             layer_decay=args.layer_decay, fallback_no_weight_decay=True, **args.opt_kwargs)  # Muon is for matrices
-        if args.amp_dtype != 'bfloat16':  # timm's Muon always computes in it; where it is emulated, most of a step
+        if args.amp_dtype != 'bfloat16':  # which is Muon's own, and slow where it is emulated
             in_float32 = partial(ORTHOGONALIZE, dtype=torch.float32)
             optimizer.register_step_pre_hook(lambda *_: setattr(muon, ORTHOGONALIZE.__name__, in_float32))
             optimizer.register_step_post_hook(lambda *_: setattr(muon, ORTHOGONALIZE.__name__, ORTHOGONALIZE))
