@@ -220,7 +220,7 @@ class Checkpoint:
 
     def write(self, dst: PathLike, force: bool = False, card: Optional[str] = None) -> None:
         """Write a `.safetensors` or `.pth` file, by the suffix, or a folder for timm's `local-dir:`, with a card."""
-        spec, metadata = self.spec, {'format': 'pt'}
+        spec, metadata, cfg = self.spec, {'format': 'pt'}, filter_pretrained_cfg(self.spec.pretrained_cfg)
         with replacing(check_destination(dst, force), force) as new:
             if new.suffix == '.safetensors':
                 metadata.update(architecture=spec.architecture or '', model_args=json.dumps(spec.model_args))
@@ -230,19 +230,13 @@ class Checkpoint:
             else:
                 new.mkdir()
                 safetensors.torch.save_file(self.tensors, new / WEIGHT_NAMES[0], metadata)
-                (new / 'config.json').write_text(json.dumps(_config(spec), indent=2), encoding='utf-8')
+                config = {  # as timm and transformers read it
+                    'architecture': spec.architecture, 'num_classes': cfg['num_classes'],
+                    **{key: cfg.pop(key) for key in LABEL_KEYS if cfg.get(key)}, 'model_args': spec.model_args,
+                    'pretrained_cfg': cfg, **({'attend': spec.attend} if spec.attend else {})}
+                (new / 'config.json').write_text(json.dumps(config, indent=2), encoding='utf-8')
                 if card is not None:
                     (new / 'README.md').write_text(card, encoding='utf-8')
-
-
-def _config(spec: Spec) -> Dict[str, Any]:
-    """Return the content of config.json, as timm and transformers read it."""
-    cfg = filter_pretrained_cfg(spec.pretrained_cfg)
-    labels = {key: cfg.pop(key) for key in LABEL_KEYS if cfg.get(key)}
-    attend = {'attend': spec.attend} if spec.attend else {}
-    return {
-        'architecture': spec.architecture, 'num_classes': cfg['num_classes'], **labels, 'model_args': spec.model_args,
-        'pretrained_cfg': cfg, **attend}
 
 
 def _read_file(path: Path) -> Tuple[Dict[str, Any], Dict[str, Any]]:

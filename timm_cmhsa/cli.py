@@ -98,8 +98,8 @@ def plot_main(argv: Optional[Sequence[str]] = None) -> int:
     add = parser.add_argument
     add('source', metavar='CHECKPOINT', nargs='+', help=f'{SOURCE}; several in the order of training')
     add('--output', metavar='FOLDER', type=Path, required=True, help='for the pictures; older ones there are replaced')
-    add('--images', metavar='DIR', type=Path, help='folder of images to look at (default: random noise)')
-    add('--num-images', metavar='N', type=int, default=100, help='take N images at most (default: %(default)s)')
+    add('--images', metavar='DIR', type=Path,
+        help='folder of images to look at, 100 of them at most (default: random noise)')
     add('--query', metavar=('ROW', 'COL'), nargs=2, type=float, default=(0.5, 0.5),
         help='patch to look from: 0 0 is the upper left corner of the image, 1 1 the lower right one (default: centre)')
     add('--layer', metavar='NAME', help='draw this layer alone, such as blocks.0.attn')

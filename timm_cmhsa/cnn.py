@@ -251,11 +251,8 @@ def _attend(
         raise ValueError('It is called without a batch.')
     if type(conv) is Conv2dSame:  # the size of the output implies what TensorFlow's padding adds at the far side
         axes = zip(in_shape[1:], conv.kernel_size, conv.stride, conv.dilation)
-        same, padding = conv, [get_same_padding(*axis) // 2 for axis in axes]
-        conv = nn.Conv2d(
-            same.in_channels, same.out_channels, same.kernel_size, same.stride, (padding[0], padding[1]),
-            same.dilation, same.groups, same.bias is not None, device='meta').train(same.training)
-        conv.weight, conv.bias = same.weight, same.bias
+        same, conv = conv, nn.Conv2d.__new__(nn.Conv2d)
+        vars(conv).update(vars(same), padding=tuple(get_same_padding(*axis) // 2 for axis in axes))
     map_size, out_size = (in_shape[1], in_shape[2]), (out_shape[1], out_shape[2])
     return AttendedConv2d(conv, map_size, out_size, patch_size, peak, generator)
 

@@ -51,7 +51,13 @@ def convert_model(model: nn.Module, architecture: Optional[str] = None, **heads:
 @torch.no_grad()
 def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOptions) -> Tuple[CmhsaAttn, HeadOptions]:
     """Rewrite a phase-1 model, see `convert_model`; return it with the options without gaps."""
-    source = copy.deepcopy(_plain_model(model))
+    source = unwrap_model(model)
+    if type(source) is not CmhsaConv:
+        hint = ', which is converted already' if isinstance(source, CmhsaAttn) else ''
+        raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(source).__name__}{hint}.')
+    if any(type(getattr(block, 'attn', None)) is not PatchConv2d for block in source.blocks):
+        raise ValueError('Token mixers were replaced: convert the model as timm.create_model makes it.')
+    source = copy.deepcopy(source)
     architecture, options, heads = _complete(source, architecture, options)
     if options.peak is not None:
         source.to(torch.promote_types(next(source.parameters()).dtype, torch.float32))
@@ -76,17 +82,6 @@ def convert_with(model: nn.Module, architecture: Optional[str], options: HeadOpt
         init_patch_identity(proj)
     converted.set_grad_checkpointing(source.grad_checkpointing)
     return converted.requires_grad_(True).train(source.training), options
-
-
-def _plain_model(model: nn.Module) -> CmhsaConv:
-    """Unwrap a phase-1 model; refuse one whose token mixers are others than timm.create_model makes."""
-    model = unwrap_model(model)
-    if type(model) is not CmhsaConv:
-        hint = ', which is converted already' if isinstance(model, CmhsaAttn) else ''
-        raise TypeError(f'Expected a phase-1 model (CmhsaConv) to convert, got {type(model).__name__}{hint}.')
-    if any(type(getattr(block, 'attn', None)) is not PatchConv2d for block in model.blocks):
-        raise ValueError('Token mixers were replaced: convert the model as timm.create_model makes it.')
-    return model
 
 
 def _complete(

@@ -251,10 +251,10 @@ def create_cmhsa(
 HYBRID_SIZES = 32, 64, 224  # pixels
 
 
-def cfg(**kwargs: Any) -> Dict[str, Any]:
+def cfg(size: int = 224, **kwargs: Any) -> Dict[str, Any]:
     return {
-        'num_classes': 1000, 'input_size': (3, 224, 224), 'pool_size': None,
-        'crop_pct': .9, 'interpolation': 'bicubic', 'fixed_input_size': True,
+        'num_classes': 1000, 'input_size': (3, size, size), 'pool_size': None,
+        'crop_pct': .9 if size == 224 else 1., 'interpolation': 'bicubic', 'fixed_input_size': True,
         'mean': IMAGENET_DEFAULT_MEAN, 'std': IMAGENET_DEFAULT_STD,
         'classifier': 'head',
         'paper_ids': 'arXiv:2111.01353', 'paper_name': 'Can Vision Transformers Perform Convolution?',
@@ -262,28 +262,21 @@ def cfg(**kwargs: Any) -> Dict[str, Any]:
     }
 
 
-_SMALL = dict(input_size=(3, 32, 32), crop_pct=1.0)
-
 default_cfgs = generate_default_cfgs({
     'cmhsa_conv_k3': cfg(),
     'cmhsa_conv_k5': cfg(),
     'cmhsa_attn': cfg(),
     'cmhsa_attn_soft': cfg(),
 
-    'cmhsa_conv_k3_patch4_32': cfg(**_SMALL),
-    'cmhsa_conv_k5_patch4_32': cfg(**_SMALL),
-    'cmhsa_attn_patch4_32': cfg(**_SMALL),
-    'cmhsa_attn_soft_patch4_32': cfg(**_SMALL),
+    'cmhsa_conv_k3_patch4_32': cfg(32),
+    'cmhsa_conv_k5_patch4_32': cfg(32),
+    'cmhsa_attn_patch4_32': cfg(32),
+    'cmhsa_attn_soft_patch4_32': cfg(32),
 
-    'cmhsa_hybrid_conv_32': cfg(**_SMALL),
-    'cmhsa_hybrid_conv_64': cfg(input_size=(3, 64, 64), crop_pct=1.0),
-    'cmhsa_hybrid_conv_224': cfg(),
-    'cmhsa_hybrid_attn_32': cfg(**_SMALL),
-    'cmhsa_hybrid_attn_64': cfg(input_size=(3, 64, 64), crop_pct=1.0),
-    'cmhsa_hybrid_attn_224': cfg(),
+    **{f'cmhsa_hybrid_{kind}_{size}': cfg(size) for kind in ('conv', 'attn') for size in HYBRID_SIZES},
 
-    'test_cmhsa_conv_k3': cfg(**_SMALL),
-    'test_cmhsa_attn': cfg(**_SMALL),
+    'test_cmhsa_conv_k3': cfg(32),
+    'test_cmhsa_attn': cfg(32),
 })
 
 _PATCH4_32: Dict[str, Any] = dict(patch_size=4, hidden_chans=12)

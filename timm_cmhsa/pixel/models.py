@@ -106,8 +106,8 @@ def _create_pixel_attn(variant: str, pretrained: bool, kwargs: Dict[str, Any], *
     return create_cmhsa(PixelAttn, variant, pretrained, kwargs, checkpoint_filter_fn, **defaults)
 
 
-_PAPER = dict(
-    input_size=(3, 32, 32), crop_pct=1.0, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
+_PAPER: Dict[str, Any] = dict(
+    size=32, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616),  # of CIFAR-10
     paper_ids='arXiv:1911.03584', paper_name='On the Relationship between Self-Attention and Convolutional Layers')
 
 default_cfgs = generate_default_cfgs({

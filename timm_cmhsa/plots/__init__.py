@@ -6,6 +6,5 @@ from .draw import (
     in_order_of_training as in_order_of_training,
     plot_attention as plot_attention,
     statistics_figure as statistics_figure,
-    statistics_movement_figure as statistics_movement_figure,
 )
 from .explorer import explorer_html as explorer_html

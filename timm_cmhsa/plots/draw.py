@@ -21,7 +21,7 @@ from ..files import PathLike
 from ..images import choose_images, evenly_spaced, to_pixels
 from .explorer import check_alike, explorer_html, model_name
 
-NUM_PAGE_IMAGES = 4
+NUM_IMAGES, NUM_PAGE_IMAGES = 100, 4  # of a folder at most, and of a page
 MIN_WIDTH = 6  # inches, for the title
 # Fields of `HeadStatistics`: title, colours, factor and format of the numbers, lowest upper end of the colours.
 MEASURES = {
@@ -154,21 +154,19 @@ def plot_attention(
         html: bool = False,
         architecture: Optional[str] = None,
         model_kwargs: Optional[Mapping[str, Any]] = None,
-        num_images: int = 100,
 ) -> List[Path]:
     """Draw the attention of a model, and for several checkpoints how it changes. Return the paths of the pictures.
 
     Args:
         source: A model, a checkpoint (see `load_model`), or several checkpoints in the order of training.
         output: Folder for the pictures, created if needed. Older pictures are replaced.
-        images: A folder of images, or input of the model of shape (B, C, H, W). The default is random noise, which is
-            enough for attention by position alone.
+        images: A folder of images, 100 of which are taken at most, or input of the model of shape (B, C, H, W). The
+            default is random noise, which is enough for attention by position alone.
         query: Row and column of the patch to look from, from 0 to 1, relative to the size of the image.
         layer: Draw only this layer.
         html: Also write a page to explore the last checkpoint with the mouse.
         architecture: timm's name of the model, if the checkpoints do not have it.
         model_kwargs: Arguments of the model that the checkpoints do not have.
-        num_images: Number of images to take from a folder at most.
 
     Raises:
         CheckpointError: If checkpoints or images cannot be read. Nothing was written.
@@ -181,7 +179,7 @@ def plot_attention(
     for title, model in open_models(source, architecture, model_kwargs or {}):
         if not attention:
             first = model
-            pixels, names, seen = choose_images(images, model, num_images)
+            pixels, names, seen = choose_images(images, model, NUM_IMAGES)
             if pixels.dim() != 4 or not len(pixels):
                 raise PlotError(f'Input of shape {tuple(pixels.shape)} cannot be drawn: use images, (B, C, H, W).')
         check_alike(first, model)

@@ -196,11 +196,6 @@ def _read(root: Path, notes: List[str]) -> Samples:
                     if not is_image(path) and not is_hidden(path.name))
     if others:
         notes.append(f'left out {len(others)} files of {root} in other formats ({", ".join(others[:3])})')
-    return _readable(samples, notes)
-
-
-def _readable(samples: Samples, notes: List[str]) -> Samples:
-    """Return the samples that can be read. Note the others."""
     read = partial(load_image, side=32)  # decodes JPEG faster
     with ThreadPoolExecutor() as pool:
         checks = pool.map(lambda sample: try_read(read, sample[0])[1].rstrip('.'), samples)

@@ -145,8 +145,7 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
     chosen = [*images.notes, *choose_options(args, images, options_before(args.output), own)]
     create = partial(create, img_size=args.img_size, num_classes=len(args.classes), crop_mode=CROP_MODES[args.fit])
     model = create(args.model, checkpoint=args.initial_checkpoint, **args.model_kwargs)
-    in_chans = data_config(model)['input_size'][0]
-    rivals = {name: create(name, in_chans=in_chans) for name in args.compare}
+    rivals = {name: create(name, in_chans=data_config(model)['input_size'][0]) for name in args.compare}
     if args.freeze:
         freeze_features(model)
     if args.attend and isinstance(model, Cmhsa):

@@ -24,7 +24,6 @@ from torch.nn.utils import convert_conv2d_weight_memory_format
 from tqdm import tqdm
 
 from ..checkpoint import Checkpoint
-from ..convert import DATA_KEYS
 from ..errors import one_line
 from ..images import data_config
 from ..models import Cmhsa
@@ -71,9 +70,8 @@ class Trained:
         state: Dict[str, Any] = {name: part.state_dict() for name, part in self._parts().items()}
         if isinstance(self.model, Cmhsa) or hasattr(self.model, 'attended'):  # what load_model reads
             spec = Checkpoint.of(self.model).spec
-            state['args'] = {'model': spec.architecture, 'model_kwargs': spec.model_args,
-                             'attend': spec.attend, 'input_size': spec.pretrained_cfg['input_size'],
-                             **{key: spec.pretrained_cfg[key] for key in DATA_KEYS if key in spec.pretrained_cfg}}
+            state['args'] = {**spec.pretrained_cfg, 'model': spec.architecture, 'model_kwargs': spec.model_args,
+                             'attend': spec.attend}
         try:
             torch.save({'history': self.history, **state}, path.with_suffix('.part'))
         except RuntimeError as e:
