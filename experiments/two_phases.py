@@ -17,16 +17,14 @@ from common.runs import Result, Run, replicate, run_all
 BOTH, SWITCH = 'both phases', 0.4
 
 
-def run(
-        title: str, model: str, epochs: int, opt: str = 'muon', lr: float = 0.05, switch: float = 1.,
-        **model_kwargs: Any) -> Run:
+def run(title: str, model: str, epochs: int, lr: float = 0.05, switch: float = 1., **model_kwargs: Any) -> Run:
     return Run(title, 3000, dict(
-        model=model, model_kwargs=model_kwargs, img_size=32, epochs=epochs, opt=opt, lr=lr, switch=switch, tta=True))
+        model=model, model_kwargs=model_kwargs, img_size=32, epochs=epochs, opt='muon', lr=lr, switch=switch, tta=True))
 
 
 ROWS = {row.title: row for row in (  # of as many epochs as take the same time
     run(BOTH, 'cmhsa_conv_k5_patch4_32', 60, switch=SWITCH, hidden_chans=6, depth=4),
-    run('ViT', 'vit_tiny_patch16_224', 44, 'adamw', 1e-3, patch_size=4, depth=4, class_token=False, global_pool='avg'),
+    run('ViT', 'vit_tiny_patch16_224', 44, lr=0.01, patch_size=4, depth=4, class_token=False, global_pool='avg'),
     run('hybrid, phase 1', 'cmhsa_hybrid_conv_32', 50),
     run('ResNet-18', 'resnet18_cifar', 48, channels=(24, 48, 96, 192)),
 )}

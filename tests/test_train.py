@@ -495,9 +495,11 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
     for options, expected in (
             ([], (size, hybrid, 8.8e-3, 8.8e-3, 1.)),  # for 2 images in a step
             (['--batch-size', '3', '--mixup', '0', '--cutmix', '0'], (size, hybrid, 1.1e-2, 1.1e-2, 1.)),
-            (['--opt', 'adamw'], (size, hybrid, 3.5e-4, 1.8e-4, 1.)),
+            (['--opt', 'adamw'], (size, hybrid, 1.8e-4, 1.8e-4, 1.)),
             (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 8.8e-3, 8.8e-3, 0.4)),
-            (['--compare', 'test_vit'], (size, hybrid, 8.8e-3, 1.8e-4, 1.)),
+            (['--compare', 'test_vit'], (size, hybrid, 8.8e-3, 1.8e-3, 1.)),
+            (['--compare', 'test_vit', '--lr', '1'], (size, hybrid, 1., 1.8e-3, 1.)),
+            (['--model', 'test_vit', '--img-size', '64'], (64, 'test_vit', 1.8e-3, 8.8e-3, 1.)),
             (['--model', 'test_resnet', '--img-size', '64'], (64, 'test_resnet', 8.8e-3, 8.8e-3, 1.)),
             (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_64', 1., 1., 1.))):
         args = parse('--compare', 'resnet18', *options)
@@ -571,7 +573,7 @@ def test_files_that_are_no_images_of_a_class_are_noted(photos, tmp_path):
     ({}, dict(model='resnet18', switch=0.5), 'got ResNet. --switch 1 trains resnet18 alone'),
     ({}, dict(phase2_kwargs=dict(peak=2)), 'peak'),
     ({}, dict(model_kwargs=dict(in_chans=4)), 'Images have 1 or 3 channels, but the model takes 4'),
-    ({}, dict(model_kwargs=dict(crop_mode='border')), '--model-kwargs crop_mode is given by --fit'),
+    ({}, dict(model_kwargs=dict(crop_mode='border')), '--model-kwargs crop_mode is given by'),
     ({}, dict(start='convolution'), 'is for a ViT of timm: add --model'),
     ({}, dict(start='nothing'), "start='nothing' must be one of convolution"),
     ({}, dict(switch=0), '--switch 0 must be above 0 and at most 1'),

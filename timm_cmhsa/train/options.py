@@ -4,6 +4,7 @@ import math
 import os
 from argparse import ArgumentParser, Namespace
 from collections import Counter
+from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any, Dict, List, Mapping, Optional, Tuple
@@ -15,15 +16,15 @@ from timm.utils import ParseKwargs
 
 from ..models import CmhsaConv, registered_hybrid
 from .data import Images
-from .model import SOURCES, starts_from_weights
+from .model import SOURCES, create_model, starts_from_weights
 
 SIZES = 32, 64, 96, 128, 224  # pixels
 STEPS, MIN_EPOCHS, MAX_EPOCHS = 4000, 30, 300  # of both phases, if the epochs are left out
 PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS = 600, 5
 PRETRAINED_LR, PRETRAINED_LAYER_DECAY = 2e-3, 0.9
 FAST_SIZE = 160  # pixels, from weights
-LR, HYBRID_LR = 1e-3, 2e-3  # of AdamW
-MUON_LR = 0.05
+LR = 1e-3  # of AdamW
+MUON_LR, MUON_ATTENTION_LR = 0.05, 0.01
 LR_BATCH = 64  # images in a step, from which on these are right
 POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'lr', 'phase2_lr', 'compare_lr',
             'switch', 'scale'}
@@ -64,10 +65,10 @@ def add_options(parser: ArgumentParser) -> None:
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--lr', type=float,
-        help=f'learning rate (default: {MUON_LR} for Muon; {HYBRID_LR} for hybrids and {LR} for others with AdamW; '
-        'less for small batches)')
+        help=f'learning rate (default: with Muon {MUON_LR}, or {MUON_ATTENTION_LR} for a ViT; with AdamW {LR}, or '
+        f'{PRETRAINED_LR} from weights; less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
-    add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else by their weights)')
+    add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else by their kind)')
     add('--warmup-epochs', metavar='N', type=int, default=5, help='at most a quarter of all (default: %(default)s)')
     add('--opt', metavar='NAME', help="timm's name of the optimizer (default: muon, from weights adamw)")
     add('--opt-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs, help='its arguments')
@@ -122,12 +123,8 @@ def check_options(args: Namespace) -> None:
     if args.freeze and (args.attend or (args.switch or 1.) < 1 or not starts_from_weights(args)):
         raise ValueError(
             '--freeze trains the classifier of a model with weights: add --pretrained, without --attend and --switch.')
-    given = dict(
-        img_size='--img-size', seed='--seed', num_classes='the folders', crop_mode='--fit', pretrained='--pretrained',
-        checkpoint='--initial-checkpoint')
-    for name, instead in given.items():
-        if name in (args.model_kwargs or {}):
-            raise ValueError(f'--model-kwargs {name} is given by {instead}: leave it out.')
+    for name in {*(args.model_kwargs or {})} & {*signature(create_model).parameters}:
+        raise ValueError(f'--model-kwargs {name} is given by the folders, or by another option: leave it out.')
 
 
 def choose_options(
@@ -189,7 +186,7 @@ def choose_options(
         has_weights = args.pretrained or name.startswith(SOURCES)
         chosen = _recipe(opt, name, has_weights, share)
         given = {key for key in chosen if getattr(args, key) is not None or (key in fitting and key != 'lr')}
-        if chosen['opt'] != recipe['opt']:  # whose rate is another thing
+        if chosen['lr'] != recipe['lr']:  # as its rate is another thing
             given -= {'lr'}
         args.rivals[name] = {key: value for key, (value, _) in chosen.items() if key not in given}
         if args.compare_lr is not None:
@@ -226,15 +223,12 @@ def choose_options(
 
 def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> Dict[str, Tuple[Any, str]]:
     """Return what is chosen for a model, and why, by option. Steps have `share` of the images that rates are for."""
-    is_hybrid = name.startswith('cmhsa_hybrid')
     attends = _is_kind(name, VisionTransformer) and not _is_kind(name, CmhsaConv)
-    kind = 'weights that are there' if has_weights else 'hybrids' if is_hybrid else 'other models'
-    lr = PRETRAINED_LR if has_weights else HYBRID_LR if is_hybrid else LR
-    reason = 'from weights' if has_weights else 'attention needs it from scratch' if attends else (
-        'learns faster than AdamW from scratch')
-    opt = opt or ('adamw' if has_weights or attends else 'muon')
+    opt = opt or ('adamw' if has_weights else 'muon')
+    reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
+    lr, kind = (PRETRAINED_LR, 'weights that are there') if has_weights else (LR, 'training from scratch')
     if opt == 'muon':
-        lr, kind = MUON_LR, 'all models'
+        lr, kind = (MUON_ATTENTION_LR, 'attention') if attends else (MUON_LR, 'convolutions')
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
     return dict(
         opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} for {kind} and {opt}{fewer}'),
