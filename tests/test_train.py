@@ -573,7 +573,7 @@ def test_files_that_are_no_images_of_a_class_are_noted(photos, tmp_path):
     ({}, dict(model='resnet18', switch=0.5), 'got ResNet. --switch 1 trains resnet18 alone'),
     ({}, dict(phase2_kwargs=dict(peak=2)), 'peak'),
     ({}, dict(model_kwargs=dict(in_chans=4)), 'Images have 1 or 3 channels, but the model takes 4'),
-    ({}, dict(model_kwargs=dict(crop_mode='border')), '--model-kwargs crop_mode is given by'),
+    ({}, dict(model_kwargs=dict(crop_mode='border')), '--model-kwargs crop_mode: leave it out.'),
     ({}, dict(start='convolution'), 'is for a ViT of timm: add --model'),
     ({}, dict(start='nothing'), "start='nothing' must be one of convolution"),
     ({}, dict(switch=0), '--switch 0 must be above 0 and at most 1'),

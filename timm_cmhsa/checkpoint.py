@@ -36,8 +36,6 @@ HUB_PREFIXES = ('hf-hub:', 'hf_hub:')
 EMA_KEYS = ('state_dict_ema', 'model_ema')
 WEIGHT_NAMES = 'model.safetensors', 'pytorch_model.bin'
 LABEL_KEYS = ('label_names', 'label_descriptions')
-USUAL_GRID = 14  # tokens per image side, of models for 224 pixels
-MAX_WORD = 100  # letters
 MAX_TOKENS = 2 ** 14  # of an image: the attention of one head takes 1 GB then
 
 # Model arguments that a file or the Hub may set: their types, or their largest values, as floats if they may be floats.
@@ -215,7 +213,7 @@ class Checkpoint:
         if name:
             return name, args, []
         patch_size = to_2tuple(args['patch_size'])
-        img_size = args.get('img_size', USUAL_GRID * patch_size[0])
+        img_size = args.get('img_size', 14 * patch_size[0])  # as for 224 pixels
         return registered_variant(kind, patch_size, args['hidden_chans'], args.get('stem', ''), img_size), args, assumed
 
     def write(self, dst: PathLike, force: bool = False, card: Optional[str] = None) -> None:
@@ -271,7 +269,7 @@ def checked_args(args: Mapping[str, Any], source: str, ignore_others: bool = Fal
     for name, value in known.items():
         limit, values = MODEL_ARGS[name], value if isinstance(value, tuple) else (value,)  # one for each side or block
         if isinstance(limit, type):
-            is_good = isinstance(value, limit) and len(str(value)) <= MAX_WORD
+            is_good = isinstance(value, limit) and len(str(value)) <= 100
         else:
             is_good = len(values) <= MODEL_ARGS['depth'] and all(
                 type(x) in (int, type(limit)) and 0 <= x <= limit for x in values)

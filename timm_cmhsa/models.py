@@ -263,20 +263,10 @@ def cfg(size: int = 224, **kwargs: Any) -> Dict[str, Any]:
 
 
 default_cfgs = generate_default_cfgs({
-    'cmhsa_conv_k3': cfg(),
-    'cmhsa_conv_k5': cfg(),
-    'cmhsa_attn': cfg(),
-    'cmhsa_attn_soft': cfg(),
-
-    'cmhsa_conv_k3_patch4_32': cfg(32),
-    'cmhsa_conv_k5_patch4_32': cfg(32),
-    'cmhsa_attn_patch4_32': cfg(32),
-    'cmhsa_attn_soft_patch4_32': cfg(32),
-
+    **{f'cmhsa_{kind}{suffix}': cfg(size) for kind in ('conv_k3', 'conv_k5', 'attn', 'attn_soft')
+       for suffix, size in (('', 224), ('_patch4_32', 32))},
     **{f'cmhsa_hybrid_{kind}_{size}': cfg(size) for kind in ('conv', 'attn') for size in HYBRID_SIZES},
-
-    'test_cmhsa_conv_k3': cfg(32),
-    'test_cmhsa_attn': cfg(32),
+    **{f'test_cmhsa_{kind}': cfg(32) for kind in ('conv_k3', 'attn')},
 })
 
 _PATCH4_32: Dict[str, Any] = dict(patch_size=4, hidden_chans=12)

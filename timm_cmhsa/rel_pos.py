@@ -94,8 +94,9 @@ class RelPosTable(OffsetRelPos):
 
     def set_grid_size(self, grid_size: Grid) -> None:
         table = self.relative_position_bias_table
-        table.data = self.resize_table(table.data, self.grid_size, grid_size)
+        resized = self.resize_table(table.detach(), self.grid_size, grid_size)
         super().set_grid_size(grid_size)
+        self.relative_position_bias_table = nn.Parameter(resized, requires_grad=table.requires_grad)
 
     def resize_table(self, table: torch.Tensor, grid_size: Grid, new_size: Grid, scale: Any = None) -> torch.Tensor:
         """Return the table, (num_offsets, num_heads), for another grid. A padded one may have another model's scale."""

@@ -24,8 +24,6 @@ NUM_IMAGES = 8  # to measure with
 LENGTH = 2.  # of the code, relative to the content of tokens in the layer where that is longest
 VALUES = 0.4  # size of values times output projection
 BORDER = 0.75  # score of a class token, where the patch at the offset has 1, and others in its row or column have 0.5
-MAX_GAIN = 1e4
-TOLERANCE = 0.01  # of a peak
 
 
 @torch.no_grad()
@@ -105,7 +103,7 @@ def _point_by_code(model: Any, images: Any, grid_size: Grid, peak: float, kernel
             _write_code(model, num_freqs, reserved, LENGTH * longest)
             longest, weights = _point_layers(model, pixels, offsets, num_freqs, reserved, peak)
     worst = max(weights, key=lambda weight: abs(weight - peak))
-    if not abs(worst - peak) < TOLERANCE:
+    if not abs(worst - peak) < 0.01:
         raise ValueError(
             f'Heads have a weight of {worst:.2f} on their patches where {peak=} was asked for: use another peak, '
             'other images, or float32.')
@@ -203,7 +201,7 @@ def _point_layer(
     numbers = torch.arange(math.prod(grid_size), device=tokens.device).view(1, -1, 1) + 1
     patch = torch.cat([shift_tokens(numbers, offset, grid_size) for offset in offsets]) - 1  # at its offset, or -1
     is_inside = patch.squeeze(-1) >= 0
-    low, high = 1 / MAX_GAIN, MAX_GAIN
+    low, high = 1e-4, 1e4
     for _ in range(16):  # bisection, of the logarithm
         gain = math.sqrt(low * high)
         attention = (gain * by_position + by_content).softmax(dim=-1)[..., prefix:]

@@ -77,7 +77,8 @@ class LearnedRelPos(OffsetRelPos):
         super().set_grid_size(grid_size)
         for name, size in zip(('row_embed', 'col_embed'), grid_size):
             embed = self.get_parameter(name)
-            embed.data = resize_offset_embed(embed.data, 2 * size - 1)
+            resized = resize_offset_embed(embed.detach(), 2 * size - 1)
+            setattr(self, name, nn.Parameter(resized, requires_grad=embed.requires_grad))
 
     def offset_bias(self) -> torch.Tensor:
         half, head_vector = self.row_embed.shape[1], self.head_vector

@@ -1,6 +1,6 @@
 """The models of a run: made by their names, or started from weights, for the images and classes at hand."""
 from argparse import Namespace
-from typing import Any, Dict, Optional
+from typing import Any, Dict, Mapping, Optional
 
 import timm
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
@@ -27,7 +27,6 @@ def create_model(
         name: str,
         img_size: Optional[int],
         seed: int,
-        num_classes: Optional[int] = None,
         crop_mode: Optional[str] = None,
         pretrained: bool = False,
         checkpoint: Optional[PathLike] = None,
@@ -48,18 +47,17 @@ def create_model(
             crop_pct=1., mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
         try:
             model = create_sized(
-                name, img_size=img_size, pretrained=has_weights, pretrained_cfg_overlay=overlay,
-                num_classes=overlay.get('num_classes', num_classes), **kwargs)  # timm checks a file with its classes
+                name, img_size=img_size, pretrained=has_weights, pretrained_cfg_overlay=overlay, **kwargs)
         except Exception as e:  # timm and the Hub have many kinds
             source = f'{checkpoint} is not of {name}' if checkpoint else (
                 f'{name} cannot be created{" with weights" * has_weights}')
             raise ValueError(f'{source}: {one_line(e)}') from e
+        if checkpoint is not None:
+            _check_names(model, overlay['state_dict'], checkpoint)
         source, model_id = parse_model_name(name)
         load = {'local-dir': load_model_config_from_path, 'hf-hub': load_model_config_from_hf}.get(source)
         args = {**((load(model_id)[2] if load else None) or {}), **kwargs}  # what timm creates it with
         model.base_args = {key: value for key, value in args.items() if key not in ('img_size', 'num_classes')}
-    if num_classes not in (None, model.num_classes):
-        model.reset_classifier(num_classes)
     cfg: Dict[str, Any] = {key: value for key, value in model.pretrained_cfg.items() if key != 'state_dict'}
     if has_weights and model.num_classes != cfg['num_classes']:
         for weight in _classifiers(model).parameters():
@@ -84,10 +82,12 @@ def _attended(name: str, img_size: Optional[int], kwargs: Dict[str, Any]) -> Any
         return None
     model = build_model(checkpoint)
     in_chans, size, _ = model.pretrained_cfg['input_size']
-    others = kwargs.keys() - {'in_chans'}
+    others = kwargs.keys() - {'num_classes', 'in_chans'}
     if img_size not in (None, size) or kwargs.get('in_chans', in_chans) != in_chans or others:
         raise ValueError(f'{name} has attention for {size} x {size} pixels: leave out --img-size and --model-kwargs.')
     model.pretrained_cfg['num_classes'] = model.num_classes  # of the weights
+    if kwargs.get('num_classes', model.num_classes) != model.num_classes:
+        model.reset_classifier(kwargs['num_classes'])
     return model
 
 
@@ -106,7 +106,17 @@ def _as_pretrained(name: str, file: PathLike) -> Dict[str, Any]:
     size = to_2tuple(checkpoint.spec.model_args.get('img_size', cfg.input_size[1:]))
     return dict(
         {key: value for key, value in told.items() if key not in LABEL_KEYS}, state_dict=tensors, custom_load=False,
-        num_classes=length(cfg.classifier, 0, 0), label_offset=0, input_size=(in_chans, *size))
+        num_classes=length(cfg.classifier, 0, 0), input_size=(in_chans, *size))
+
+
+def _check_names(model: Any, tensors: Mapping[str, Any], file: PathLike) -> None:
+    """Raise ValueError if a file lacks a tensor of a model, or has further weights, but for its classifier."""
+    classifiers = tuple(f'{name}.' for name in to_ntuple(1)(model.pretrained_cfg['classifier']))
+    own, told = ({name for name in each if not name.startswith(classifiers)} for each in (model.state_dict(), tensors))
+    lacking = [name for name in sorted(own - told) if not name.endswith('num_batches_tracked')]
+    further = [name for name in sorted(told - own) if name.endswith('.weight')]
+    for name in (*lacking, *further)[:1]:
+        raise ValueError(f'{file} is not of this model, as one of them lacks {name}: give the --model that it is of.')
 
 
 def freeze_features(model: Any) -> None:

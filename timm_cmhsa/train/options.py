@@ -123,8 +123,10 @@ def check_options(args: Namespace) -> None:
     if args.freeze and (args.attend or (args.switch or 1.) < 1 or not starts_from_weights(args)):
         raise ValueError(
             '--freeze trains the classifier of a model with weights: add --pretrained, without --attend and --switch.')
-    for name in {*(args.model_kwargs or {})} & {*signature(create_model).parameters}:
-        raise ValueError(f'--model-kwargs {name} is given by the folders, or by another option: leave it out.')
+    for name in sorted({*(args.model_kwargs or {})} & {*signature(create_model).parameters}):
+        raise ValueError(
+            f'--model-kwargs {name}: leave it out. It is given by the folders, --img-size, --fit, --seed, --pretrained '
+            'or --initial-checkpoint.')
 
 
 def choose_options(
@@ -228,7 +230,7 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
     reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
     lr, kind = (PRETRAINED_LR, 'weights that are there') if has_weights else (LR, 'training from scratch')
     if opt == 'muon':
-        lr, kind = (MUON_ATTENTION_LR, 'attention') if attends else (MUON_LR, 'convolutions')
+        lr, kind = (MUON_ATTENTION_LR, 'a VisionTransformer') if attends else (MUON_LR, 'other models')
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
     return dict(
         opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} for {kind} and {opt}{fewer}'),
