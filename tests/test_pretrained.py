@@ -216,7 +216,8 @@ def test_another_number_of_classes_replaces_the_last_layer_alone(name, tmp_path)
     before = timm.create_model(name, num_classes=5)
     torch.save(before.state_dict(), tmp_path / 'model.pth')
     created = create_model(name, None, seed=0, checkpoint=tmp_path / 'model.pth', num_classes=3)
-    old, layers = before.state_dict(), tuple(f'{layer}.' for layer in to_ntuple(1)(created.pretrained_cfg['classifier']))
+    layers = tuple(f'{layer}.' for layer in to_ntuple(1)(created.pretrained_cfg['classifier']))
+    old = before.state_dict()
     assert created.num_classes == 3
     for key, tensor in created.state_dict().items():
         assert key.startswith(layers) or torch.equal(tensor, old[key]), key
