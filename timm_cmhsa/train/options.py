@@ -164,9 +164,10 @@ def choose_options(
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
+    batch_size = 2 ** min(6, max(1, int(math.log2(args.num_images / 8))))
     if before and _images_of_step(before) % args.world_size == 0:  # perhaps by another number of processes
-        args.batch_size = args.batch_size or _images_of_step(before) // args.world_size
-    choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
+        batch_size = _images_of_step(before) // args.world_size
+    choose('batch_size', batch_size, f'{args.num_images} images')
     steps = args.num_images // (args.batch_size * args.world_size)
     if not steps:
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
@@ -193,8 +194,7 @@ def choose_options(
         args.rivals[name] = {key: value for key, (value, _) in chosen.items() if key not in given}
         if args.compare_lr is not None:
             args.rivals[name]['lr'] = args.compare_lr
-        options = (f'--{key.replace("_", "-")} {value}' for key, value in args.rivals[name].items())
-        notes.append(' '.join([f'--compare {name}:', *options]))
+        notes.append(f'--compare {name}: ' + ', '.join(_in_words(*map(str, item)) for item in args.rivals[name].items()))
     for key, (value, reason) in recipe.items():
         if value is not None:
             choose(key, value, reason)
@@ -228,13 +228,13 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
     attends = _is_kind(name, VisionTransformer) and not _is_kind(name, CmhsaConv)
     opt = opt or ('adamw' if has_weights else 'muon')
     reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
-    lr, kind = (PRETRAINED_LR, 'weights that are there') if has_weights else (LR, 'training from scratch')
+    lr, kind = (PRETRAINED_LR, f'{opt} from weights') if has_weights else (LR, opt)
     if opt == 'muon':
-        lr, kind = (MUON_ATTENTION_LR, 'a VisionTransformer') if attends else (MUON_LR, 'other models')
+        lr, kind = (MUON_ATTENTION_LR, 'muon for a VisionTransformer') if attends else (MUON_LR, opt)
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
     return dict(
-        opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} for {kind} and {opt}{fewer}'),
-        layer_decay=(PRETRAINED_LAYER_DECAY if has_weights else None, 'weights of early layers change least'),
+        opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} with {kind}{fewer}'),
+        layer_decay=(PRETRAINED_LAYER_DECAY if has_weights else None, 'rates of early layers are lower'),
         mixup_prob=(0., 'in few epochs images are not mixed') if has_weights else (
             0.5, 'of the batches get Mixup or CutMix'))
 
