@@ -186,15 +186,15 @@ def choose_options(
     recipe = _recipe(opt, args.model, bool(own), share)
     args.rivals = {}
     for name in args.compare:
-        has_weights = args.pretrained or name.startswith(SOURCES)
-        chosen = _recipe(opt, name, has_weights, share)
+        chosen = _recipe(opt, name, args.pretrained or name.startswith(SOURCES), share)
         given = {key for key in chosen if getattr(args, key) is not None or (key in fitting and key != 'lr')}
         if chosen['lr'] != recipe['lr']:  # as its rate is another thing
             given -= {'lr'}
         args.rivals[name] = {key: value for key, (value, _) in chosen.items() if key not in given}
         if args.compare_lr is not None:
             args.rivals[name]['lr'] = args.compare_lr
-        notes.append(f'--compare {name}: ' + ', '.join(_in_words(*map(str, item)) for item in args.rivals[name].items()))
+        words = ', '.join(_in_words(key, str(value)) for key, value in args.rivals[name].items())
+        notes.append(f'--compare {name}: {words}')
     for key, (value, reason) in recipe.items():
         if value is not None:
             choose(key, value, reason)
