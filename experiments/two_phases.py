@@ -22,7 +22,7 @@ def run(title: str, model: str, epochs: int, lr: float = 0.05, switch: float = 1
         model=model, model_kwargs=model_kwargs, img_size=32, epochs=epochs, opt='muon', lr=lr, switch=switch, tta=True))
 
 
-ROWS = {row.title: row for row in (  # of as many epochs as take the same time
+ROWS = {row.title: row for row in (  # of as many epochs as take half an hour, on one core in float32
     run(BOTH, 'cmhsa_conv_k5_patch4_32', 60, switch=SWITCH, hidden_chans=6, depth=4),
     run('ViT', 'vit_tiny_patch16_224', 44, lr=0.01, patch_size=4, depth=4, class_token=False, global_pool='avg'),
     run('hybrid, phase 1', 'cmhsa_hybrid_conv_32', 50),
