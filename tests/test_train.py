@@ -508,6 +508,14 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
         assert (args.img_size, args.model, args.lr, rival.get('lr', args.lr), args.switch) == expected
 
 
+@pytest.mark.parametrize('options', [{}, dict(batch_size=20)])
+def test_a_run_of_two_processes_goes_on_with_as_many_images_of_a_step(options):
+    args = parse()
+    images = Images({'train': [(i, i % 3) for i in range(400)]}, list(CLASSES), [(SIDE, SIDE)], [], options)
+    assert '--batch-size 40: fits these images' in choose_options(args, images, dict(batch_size='20', world_size='2'))
+    assert args.batch_size == 40
+
+
 @pytest.mark.parametrize(('number', 'epochs'), [(100, 300), (8_000, 32), (50_000, 30)])
 def test_epochs_fit_the_number_of_images(number, epochs):
     args = parse()

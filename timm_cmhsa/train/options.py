@@ -164,10 +164,9 @@ def choose_options(
     is_small = args.img_size <= 64
     choose('model', registered_hybrid('conv', args.img_size), 'fits the image size')
     choose('model_kwargs', {}, 'arguments of the model')
-    batch_size = 2 ** min(6, max(1, int(math.log2(args.num_images / 8))))
     if before and _images_of_step(before) % args.world_size == 0:  # perhaps by another number of processes
-        batch_size = _images_of_step(before) // args.world_size
-    choose('batch_size', batch_size, f'{args.num_images} images')
+        fitting['batch_size'] = _images_of_step(before) // args.world_size
+    choose('batch_size', 2 ** min(6, max(1, int(math.log2(args.num_images / 8)))), f'{args.num_images} images')
     steps = args.num_images // (args.batch_size * args.world_size)
     if not steps:
         raise ValueError(f'{args.num_images} training images are fewer than a step needs: use a smaller --batch-size.')
