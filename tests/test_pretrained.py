@@ -60,6 +60,7 @@ def test_a_new_head_alone_learns(source, photos, tmp_path):
         photos, output=tmp_path, model=f'local-dir:{source}', freeze=True, class_weights='balanced',
         **{**OPTIONS, 'img_size': None})
     assert results['options']['img_size'] == '48', "the model's own"
+    assert 'new classifier of 3 classes: the weights are for 5' in results['chosen']
     before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
     model = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True)
     assert model.pretrained_cfg['mean'] == [0.5] * 3
@@ -185,6 +186,7 @@ def test_weights_of_imagenet_become_attention():
     (dict(initial_checkpoint='nowhere.pth', model='test_resnet', switch=1), 'nowhere.pth does not exist'),
     (dict(model='test_resnet', freeze=True), '--freeze trains the classifier of a model with weights'),
     (dict(model='local-dir:nowhere', freeze=True, switch=0.5), '--freeze trains the classifier of a model with'),
+    (dict(model='test_resnet', compare_lr=0.1), '--compare-lr 0.1 is for other models'),
     (dict(model='test_resnet', minutes=1), '--epochs and --minutes are two lengths'),
     (dict(model='cmhsa_conv_k3_patch4_32', attend=['*'], switch=0.5), '--attend is for CNNs of timm'),
     (dict(model='test_resnet', attend=['*'], switch=1), '--attend is what phase 2 has'),

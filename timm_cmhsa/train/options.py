@@ -118,6 +118,8 @@ def check_options(args: Namespace) -> None:
         raise ValueError('--pretrained needs a --model that timm has weights of, such as resnet18.a1_in1k.')
     if args.attend and (args.switch == 1 or args.architecture):
         raise ValueError('--attend is what phase 2 has: use a --switch below 1, and no --architecture.')
+    if args.compare_lr is not None and not args.compare:
+        raise ValueError(f'--compare-lr {args.compare_lr:g} is for other models: name them by --compare, or use --lr.')
     if args.start and starts_from_weights(args):
         raise ValueError('--start is for an untrained ViT: leave it out, or the weights.')
     if args.freeze and (args.attend or (args.switch or 1.) < 1 or not starts_from_weights(args)):
