@@ -3,7 +3,8 @@
 Runs the tests of tests/test_cuda.py, then benchmarks/speed.py in bfloat16, then the same compiled, then rows of
 experiments/hybrid_phase2.py with all images of --data-dir: is attention worth its time there? Writes report.md, logs
 and JSON into the folder, after each part. A part that fails or takes too long does not stop the next, and time that it
-leaves is the next one's. The same command goes on where it was stopped, with the parts that have not passed.
+leaves is the next one's; trainings take what is left, one after another. The same command goes on where it was stopped,
+with the parts that have not passed.
 """
 import argparse
 import contextlib
@@ -18,14 +19,15 @@ from typing import List
 
 import timm
 import torch
+from packaging.version import Version
 
 ROWS = (  # of experiments/hybrid_phase2.py, the most telling first
-    'wide, phase 1 alone', 'phase 1 alone', 'heads beside on a tenth of the width', 'last block', 'all blocks',
+    'phase 1 alone', 'heads beside on a tenth of the width', 'wide, phase 1 alone', 'last block', 'all blocks',
     '16 x 16 tokens, phase 1 alone', '16 x 16 tokens, last block', 'wide, all blocks',
     'raw patches, phase 1 alone', 'raw patches, all blocks')
 
-if not hasattr(timm.layers, 'resolve_self_attn_mask'):
-    sys.exit(f'timm {timm.__version__} is too old: carry 1.0.26 or later along, and name its folder in PYTHONPATH.')
+if Version(timm.__version__) < Version('1.0.27'):
+    sys.exit(f'timm {timm.__version__} is too old: carry 1.0.27 or later along, and name its folder in PYTHONPATH.')
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 sys.path.insert(0, str(ROOT))  # The package need not be installed.
@@ -42,6 +44,7 @@ def main() -> None:
     add = parser.add_argument
     add('folder', type=Path, nargs='?', default=HERE / 'gpu', help='of what it writes (default: %(default)s)')
     add('--data-dir', type=Path, help='CIFAR-10, for the trainings: train/CLASS/* and validation/CLASS/*')
+    add('--epochs', type=int, default=200, help='of a training (default: %(default)s)')
     add('--minutes', type=float, default=40, help='whole time (default: %(default)s)')
     add('--quick', action='store_true', help='the smallest form of everything, on a CPU too: is this script in order?')
     args = parser.parse_args()
@@ -57,16 +60,17 @@ def main() -> None:
     measure = [sys.executable, str(HERE / 'speed.py'), '--amp', '--folder', str(args.folder)]
     train = [sys.executable, str(ROOT / 'experiments' / 'hybrid_phase2.py'), '--seeds', '1', '--workers', '1',
              '--data-dir', str(args.data_dir), '--output', str(args.folder / 'trainings')]
-    full = ['--images', '49000', '--held-out', '1000', '--epochs', '200', '--batch-size', '512']
+    full = ['--images', '49000', '--held-out', '1000', '--epochs', str(args.epochs), '--batch-size', '512']
     parts = {  # by title, with the share of the whole time by which they end
         'Tests': (0.15, tests),
         'Speed': (0.25, measure),
-        'Speed, compiled': (0.4, [*measure, '--compile', '--rounds', '1', '--models', *COMPILED])}
-    trainings = {row: (0.4 + 0.6 * (i + 1) / len(ROWS), [*train, *full, '--rows', row]) for i, row in enumerate(ROWS)}
+        'Speed, compiled': (
+            0.4 if args.data_dir else 1., [*measure, '--compile', '--rounds', '1', '--models', *COMPILED])}
+    trainings = {row: (1., [*train, *full, '--rows', row]) for row in ROWS}
     if args.quick:
         small = ['--device', device, '--batch-size', '1', '--steps', '1', '--rounds', '1', '--models', 'cmhsa_conv_k3']
         parts = {'Tests': (0.4, [*tests, '-k', 'rewrite_is_exact']), 'Speed': (0.75, [*measure, *small])}
-        trainings = {ROWS[2]: (1., [*train, '--quick', '--rows', ROWS[2]])}
+        trainings = {ROWS[1]: (1., [*train, '--quick', '--rows', ROWS[1]])}
     if args.data_dir:
         parts.update(trainings)
     memory = args.folder / 'status.json'

@@ -3,7 +3,8 @@
 DIR has the folders train/CLASS and validation/CLASS with images of 32 x 32 pixels, or is where torchvision keeps
 CIFAR-10. Every run is one schedule of `timm_cmhsa.train` on --images of them, in which the convolutions are rewritten
 in one of several ways, and is judged by other training images and all of validation/, with mirror images averaged
-(--tta). A run takes 20 to 60 minutes on one core. The test images choose nothing. The output folder gets the table.
+(--tta). A run takes 20 to 60 minutes on one core. The test images choose nothing. The output folder gets the table;
+take another one for another --batch-size or --held-out.
 """
 import math
 from functools import partial
@@ -83,7 +84,7 @@ def main() -> None:
     add('--opt', choices=list(RATES), default='muon', help='(default: %(default)s)')
     parser.set_defaults(num_held_out=2000)
     args = parser.parse_args()
-    batch_size = args.batch_size or 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses, and the rate
+    batch_size = args.batch_size or 2 ** min(6, int(math.log2(args.images / 8)))  # as the trainer chooses
     rate = float(f'{RATES[args.opt] * min(batch_size / 64, 1.) ** 0.5:.1e}')
     rows = {}
     for title, (switch, rewrite, options) in ROWS.items():

@@ -1,4 +1,5 @@
 """Trainings that start from weights: of the Hub, a folder or a file, for other classes, and on to attention."""
+import copy
 import json
 import re
 import shutil
@@ -241,6 +242,19 @@ def test_classes_weigh_alike_and_are_smoothed_alike(photos, tmp_path, mixup):
         assert (gradients.pop(target) < 0).all()
         torch.testing.assert_close(*gradients.values())
         assert share * logits.grad.abs().sum().item() == pytest.approx(1 / 3 * 2 / 3)
+
+
+def test_all_parameters_warm_up(photos, tmp_path):
+    """Muon's AdamW, too, which trains what is no matrix."""
+    args = parse('--output', str(tmp_path), '--workers', '0')
+    images = open_folder(photos)
+    choose_options(args, images)
+    model = create_model('test_resnet', SIDE, 0, num_classes=3)
+    trainer, before = Trainer(args, images, model), copy.deepcopy(dict(model.named_parameters()))
+    trainer.updates = 1
+    trainer.fit('phase1', model, range(1))
+    moved = {name: (parameter - before[name]).abs().max() for name, parameter in model.named_parameters()}
+    assert 0 < max(moved.values()) < 1e-5
 
 
 def test_rivals_are_trained_by_whether_they_have_weights(source, photos):

@@ -23,7 +23,8 @@ from timm_cmhsa.evaluation import draw_confusion
 from timm_cmhsa.images import data_config, load_image, read_folder
 from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
-from timm_cmhsa.train.data import DECODED, Images, make_loaders, open_folder, open_images, write_digits
+from timm_cmhsa.train.data import (
+    DECODED, OF_DIGITS, Images, make_loaders, open_folder, open_images, write_digits)
 from timm_cmhsa.train.options import choose_options
 from timm_cmhsa.train.report import paired_interval, write_report
 from timm_cmhsa.train.trainer import Judged
@@ -501,6 +502,10 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
             (['--compare', 'test_vit', '--lr', '1'], (size, hybrid, 1., 1.8e-3, 1.)),
             (['--model', 'test_vit', '--img-size', '64'], (64, 'test_vit', 1.8e-3, 8.8e-3, 1.)),
             (['--model', 'test_resnet', '--img-size', '64'], (64, 'test_resnet', 8.8e-3, 8.8e-3, 1.)),
+            (['--model', 'eva02_tiny_patch14_224', '--img-size', '64', '--opt', 'nmuon'],
+             (64, 'eva02_tiny_patch14_224', 1.8e-3, 8.8e-3, 1.)),
+            (['--model', 'test_cmhsa_attn', '--img-size', '64'], (64, 'test_cmhsa_attn', 1.8e-3, 8.8e-3, 1.)),
+            (['--compare', 'swin_tiny_patch4_window7_224'], (size, hybrid, 8.8e-3, 1.8e-3, 1.)),
             (['--img-size', '128', '--lr', '1'], (128, 'cmhsa_hybrid_conv_64', 1., 1., 1.))):
         args = parse('--compare', 'resnet18', *options)
         choose_options(args, data)
@@ -514,6 +519,13 @@ def test_a_run_of_two_processes_goes_on_with_as_many_images_of_a_step(options):
     images = Images({'train': [(i, i % 3) for i in range(400)]}, list(CLASSES), [(SIDE, SIDE)], [], options)
     assert '--batch-size 40: fits these images' in choose_options(args, images, dict(batch_size='20', world_size='2'))
     assert args.batch_size == 40
+
+
+@pytest.mark.parametrize(('opt', 'lr'), [(None, 3e-3), ('adamw', 3e-3), ('muon', 0.028)])
+def test_the_rate_that_fits_the_digits_is_of_their_optimizer(opt, lr):
+    args = parse(*(['--opt', opt] if opt else []))
+    choose_options(args, Images({'train': [(i, i % 3) for i in range(400)]}, list(CLASSES), [(32, 32)], [], OF_DIGITS))
+    assert (args.opt, args.lr) == (opt or 'adamw', lr)
 
 
 @pytest.mark.parametrize(('number', 'epochs'), [(100, 300), (8_000, 32), (50_000, 30)])
@@ -591,6 +603,8 @@ def test_files_that_are_no_images_of_a_class_are_noted(photos, tmp_path):
     ({}, dict(aa='nonsense'), 'nonsense'),
     ({}, dict(device='nonsense'), 'nonsense'),
     ({}, dict(opt='nonsense'), 'nonsense'),
+    ({}, dict(switch=1, phase2_lr=1e-3), '--phase2-lr and --separate-schedules are for two phases'),
+    ({}, dict(scale=0.5, shift=3), '--shift 3 is for whole images, but --scale 0.5 crops them'),
     ({}, dict(tta=True, no_flip=True), '--tta averages mirror images, which --no-flip says are other images'),
     ({}, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
     ({}, dict(compare=['inception_v3'], img_size=32), "Kernel size can't be greater than actual input size"),

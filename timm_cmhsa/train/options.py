@@ -11,7 +11,6 @@ from typing import Any, Dict, List, Mapping, Optional, Tuple
 
 import timm
 import torch
-from timm.models import VisionTransformer
 from timm.utils import ParseKwargs
 
 from ..models import CmhsaConv, registered_hybrid
@@ -24,7 +23,8 @@ PRETRAINED_STEPS, PRETRAINED_MIN_EPOCHS = 600, 5
 PRETRAINED_LR, PRETRAINED_LAYER_DECAY = 2e-3, 0.9
 FAST_SIZE = 160  # pixels, from weights
 LR = 1e-3  # of AdamW
-MUON_LR, MUON_ATTENTION_LR = 0.05, 0.01
+MUON = 'muon', 'nmuon'  # the latter with Nesterov momentum
+MUON_LR, MUON_LOW_LR = 0.05, 0.01
 LR_BATCH = 64  # images in a step, from which on these are right
 POSITIVE = {'img_size', 'epochs', 'minutes', 'layer_decay', 'batch_size', 'lr', 'phase2_lr', 'compare_lr',
             'switch', 'scale'}
@@ -65,8 +65,8 @@ def add_options(parser: ArgumentParser) -> None:
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--lr', type=float,
-        help=f'learning rate (default: with Muon {MUON_LR}, or {MUON_ATTENTION_LR} for a ViT; with AdamW {LR}, or '
-        f'{PRETRAINED_LR} from weights; less for small batches)')
+        help=f'learning rate (default: with Muon {MUON_LR}, or {MUON_LOW_LR} for a model that attends; with AdamW {LR}, '
+        f'or {PRETRAINED_LR} from weights; less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else by their kind)')
     add('--warmup-epochs', metavar='N', type=int, default=5, help='at most a quarter of all (default: %(default)s)')
@@ -142,6 +142,9 @@ def choose_options(
     notes: List[str] = []
     fitting = {name: value for name, value in images.options.items() if name != 'model_kwargs' or args.model is None}
 
+    if own or args.opt not in (None, fitting.get('opt')):
+        fitting.pop('lr', None)
+
     def choose(name: str, value: Any, reason: str) -> None:
         if getattr(args, name) is None:
             value, reason = (fitting[name], 'fits these images') if name in fitting else (value, reason)
@@ -184,10 +187,10 @@ def choose_options(
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
     share, opt = min(args.batch_size * args.world_size / LR_BATCH, 1.), args.opt or fitting.get('opt')
-    recipe = _recipe(opt, args.model, bool(own), share)
+    recipe = _recipe(opt, args.model, args.model_kwargs, bool(own), share)
     args.rivals = {}
     for name in args.compare:
-        chosen = _recipe(opt, name, args.pretrained or name.startswith(SOURCES), share)
+        chosen = _recipe(opt, name, {}, args.pretrained or name.startswith(SOURCES), share)
         given = {key for key in chosen if getattr(args, key) is not None or (key in fitting and key != 'lr')}
         if chosen['lr'] != recipe['lr']:  # as its rate is another thing
             given -= {'lr'}
@@ -199,8 +202,11 @@ def choose_options(
     for key, (value, reason) in recipe.items():
         if value is not None:
             choose(key, value, reason)
-    switch = 0.5 if args.attend else 0.4 if _is_kind(args.model, CmhsaConv) and not is_hybrid and not own else 1.
+    kind = timm.is_model(args.model) and timm.model_entrypoint(args.model).__annotations__.get('return')
+    switch = 0.5 if args.attend else 0.4 if kind is CmhsaConv and not is_hybrid and not own else 1.
     choose('switch', switch, 'of the epochs are phase 1')
+    if args.switch == 1 and (args.phase2_lr is not None or args.separate_schedules):
+        raise ValueError('--phase2-lr and --separate-schedules are for two phases: use a --switch below 1.')
     choose('no_flip', False, 'images are mirrored at random; add --no-flip for letters, hands and the like')
     if args.tta and args.no_flip:
         raise ValueError('--tta averages mirror images, which --no-flip says are other images: leave one out.')
@@ -210,7 +216,9 @@ def choose_options(
         'small images are shifted, not cropped' if is_small else 'of an image, or more, is what a crop keeps')
     if args.scale == 1:
         choose('shift', args.img_size // 8, 'pixels at most, an eighth')
-    args.shift = args.shift or 0
+    elif args.shift:
+        raise ValueError(f'--shift {args.shift} is for whole images, but --scale {args.scale} crops them: leave one out.')
+    args.shift, args.tta = args.shift or 0, args.tta or None
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)
     workers = min(os.cpu_count() or 1, 8) if is_slow else 0
@@ -224,14 +232,17 @@ def choose_options(
     return [*notes, f'computing in {args.amp_dtype or "float32"} on {args.device}']
 
 
-def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> Dict[str, Tuple[Any, str]]:
+def _recipe(
+        opt: Optional[str], name: str, model_kwargs: Mapping[str, Any], has_weights: bool, share: float,
+) -> Dict[str, Tuple[Any, str]]:
     """Return what is chosen for a model, and why, by option. Steps have `share` of the images that rates are for."""
-    attends = _is_kind(name, VisionTransformer) and not _is_kind(name, CmhsaConv)
     opt = opt or ('adamw' if has_weights else 'muon')
     reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
     lr, kind = (PRETRAINED_LR, f'{opt} from weights') if has_weights else (LR, opt)
-    if opt == 'muon':
-        lr, kind = (MUON_ATTENTION_LR, 'muon for a VisionTransformer') if attends else (MUON_LR, opt)
+    if opt.lower() in MUON:
+        lr = MUON_LOW_LR
+        if not has_weights:
+            lr, kind = (MUON_LOW_LR, f'{opt} for a model that attends') if _attends(name, model_kwargs) else (MUON_LR, opt)
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
     return dict(
         opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} with {kind}{fewer}'),
@@ -240,10 +251,13 @@ def _recipe(opt: Optional[str], name: str, has_weights: bool, share: float) -> D
             0.5, 'of the batches get Mixup or CutMix'))
 
 
-def _is_kind(name: str, kind: type) -> bool:
-    """Return whether a name of timm is of such a model, as its entry point is annotated."""
-    returned = timm.is_model(name) and timm.model_entrypoint(name).__annotations__.get('return')
-    return isinstance(returned, type) and issubclass(returned, kind)
+def _attends(name: str, model_kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a model of timm has self-attention."""
+    try:
+        model = timm.create_model(name, **model_kwargs)
+    except Exception:  # which is told when it is created for the images
+        return False
+    return any(getattr(module, 'num_heads', 0) for module in model.modules())
 
 
 def fingerprint(args: Namespace) -> Dict[str, Any]:

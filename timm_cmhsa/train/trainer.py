@@ -29,6 +29,7 @@ from ..images import data_config
 from ..models import Cmhsa
 from ..predict import mirrored
 from .data import Images, make_loaders
+from .options import MUON
 
 TIMED, TIMING = (1, 4, 16), '-timing'  # steps in a row, and what ends the name of their checkpoint
 NUM_POINTS = 50  # of a curve: how often a training is validated and saved
@@ -216,7 +217,7 @@ class Trainer:
         for group in list(optimizer.param_groups):
             new = [parameter for parameter in group['params'] if parameter not in kept]
             group['params'] = [parameter for parameter in group['params'] if parameter in kept]
-            scale = group.get('lr_scale', 1.) * (NEW_OF_MUON if 'muon' in args.opt else 1.)
+            scale = group.get('lr_scale', 1.) * (NEW_OF_MUON if args.opt.lower() in MUON else 1.)
             optimizer.add_param_group({**group, 'params': new, 'full_scale': scale})
         return optimizer
 
