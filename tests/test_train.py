@@ -23,8 +23,7 @@ from timm_cmhsa.evaluation import draw_confusion
 from timm_cmhsa.images import data_config, load_image, read_folder
 from timm_cmhsa.predict import predict
 from timm_cmhsa.train import train_two_phases
-from timm_cmhsa.train.data import (
-    DECODED, OF_DIGITS, Images, make_loaders, open_folder, open_images, write_digits)
+from timm_cmhsa.train.data import DECODED, OF_DIGITS, Images, make_loaders, open_folder, open_images, write_digits
 from timm_cmhsa.train.options import choose_options
 from timm_cmhsa.train.report import paired_interval, write_report
 from timm_cmhsa.train.trainer import Judged
@@ -604,7 +603,7 @@ def test_files_that_are_no_images_of_a_class_are_noted(photos, tmp_path):
     ({}, dict(device='nonsense'), 'nonsense'),
     ({}, dict(opt='nonsense'), 'nonsense'),
     ({}, dict(switch=1, phase2_lr=1e-3), '--phase2-lr and --separate-schedules are for two phases'),
-    ({}, dict(scale=0.5, shift=3), '--shift 3 is for whole images, but --scale 0.5 crops them'),
+    ({}, dict(scale=0.5, shift=3), '--shift 3 is for whole images, but --scale 0.5 crops: leave'),
     ({}, dict(tta=True, no_flip=True), '--tta averages mirror images, which --no-flip says are other images'),
     ({}, dict(compare=['nonsense']), 'nonsense is not a model of timm'),
     ({}, dict(compare=['inception_v3'], img_size=32), "Kernel size can't be greater than actual input size"),

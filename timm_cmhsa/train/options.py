@@ -65,7 +65,7 @@ def add_options(parser: ArgumentParser) -> None:
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
     add('--lr', type=float,
-        help=f'learning rate (default: with Muon {MUON_LR}, or {MUON_LOW_LR} for a model that attends; with AdamW {LR}, '
+        help=f'learning rate (default: with Muon {MUON_LR}, or {MUON_LOW_LR} for one that attends; with AdamW {LR}, '
         f'or {PRETRAINED_LR} from weights; less for small batches)')
     add('--phase2-lr', metavar='LR', type=float, help='of phase 2 (default: as --lr)')
     add('--compare-lr', metavar='LR', type=float, help='of --compare (default: as --lr, or else by their kind)')
@@ -217,7 +217,7 @@ def choose_options(
     if args.scale == 1:
         choose('shift', args.img_size // 8, 'pixels at most, an eighth')
     elif args.shift:
-        raise ValueError(f'--shift {args.shift} is for whole images, but --scale {args.scale} crops them: leave one out.')
+        raise ValueError(f'--shift {args.shift} is for whole images, but --scale {args.scale} crops: leave one out.')
     args.shift, args.tta = args.shift or 0, args.tta or None
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)
@@ -236,16 +236,17 @@ def _recipe(
         opt: Optional[str], name: str, model_kwargs: Mapping[str, Any], has_weights: bool, share: float,
 ) -> Dict[str, Tuple[Any, str]]:
     """Return what is chosen for a model, and why, by option. Steps have `share` of the images that rates are for."""
-    opt = opt or ('adamw' if has_weights else 'muon')
-    reason = 'from weights' if has_weights else 'learns faster than AdamW from scratch'
-    lr, kind = (PRETRAINED_LR, f'{opt} from weights') if has_weights else (LR, opt)
-    if opt.lower() in MUON:
-        lr = MUON_LOW_LR
-        if not has_weights:
-            lr, kind = (MUON_LOW_LR, f'{opt} for a model that attends') if _attends(name, model_kwargs) else (MUON_LR, opt)
+    if has_weights:
+        opt, reason, kind, lr, muon_lr = opt or 'adamw', 'from weights', 'from weights', PRETRAINED_LR, MUON_LOW_LR
+    else:
+        opt, reason = opt or 'muon', 'learns faster than AdamW from scratch'
+        kind, lr, muon_lr = 'from scratch', LR, MUON_LR
+        if _attends(name, model_kwargs):
+            kind, muon_lr = 'for a model that attends', MUON_LOW_LR
+    lr = muon_lr if opt.lower() in MUON else lr
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
     return dict(
-        opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} with {kind}{fewer}'),
+        opt=(opt, reason), lr=(float(f'{lr * share ** 0.5:.1e}'), f'{lr:g} with {opt} {kind}{fewer}'),
         layer_decay=(PRETRAINED_LAYER_DECAY if has_weights else None, 'rates of early layers are lower'),
         mixup_prob=(0., 'in few epochs images are not mixed') if has_weights else (
             0.5, 'of the batches get Mixup or CutMix'))
