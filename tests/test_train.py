@@ -244,8 +244,8 @@ def test_oblong_images_become_square_alike_in_training_and_later(fit, kept, tmp_
     args = parse()
     vars(args).update(options, fit=fit, output=tmp_path / 'new')
     images = open_images(args)
-    for scale in (1., 0.9):
-        vars(args).update(scale=scale, shift=None, workers=None)
+    for scale, shift in ((1., 3), (0.98, None)):  # both keep some of the class, which is four pixels wide
+        vars(args).update(scale=scale, shift=shift, workers=None)
         choose_options(args, images)
         loaders = make_loaders(images, args, data_config(model))
         assert torch.equal(torch.cat([batch for batch, _ in loaders.judged['validation']]), later)
