@@ -61,7 +61,8 @@ def test_a_new_head_alone_learns(source, photos, tmp_path):
         photos, output=tmp_path, model=f'local-dir:{source}', freeze=True, class_weights='balanced',
         **{**OPTIONS, 'img_size': None})
     assert results['options']['img_size'] == '48', "the model's own"
-    assert 'new classifier of 3 classes: the weights are for 5' in results['chosen']
+    assert f'new classifier of 3 classes: the weights of local-dir:{source} are for 5' in results['chosen']
+    assert results['options']['layer_decay'] == 'None', 'one layer learns'
     before = timm.create_model(f'local-dir:{source}', pretrained=True).state_dict()
     model = timm.create_model(f'local-dir:{tmp_path}/model', pretrained=True)
     assert model.pretrained_cfg['mean'] == [0.5] * 3

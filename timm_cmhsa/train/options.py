@@ -57,10 +57,13 @@ def add_options(parser: ArgumentParser) -> None:
     add('--phase2-kwargs', metavar='NAME=VALUE', nargs='*', default={}, action=ParseKwargs,
         help='arguments of convert_model, such as peak=0.5')
     add('--compare', metavar='MODEL', nargs='+', default=[], help='also train these models of timm, for the same time')
-    add = parser.add_argument_group('schedule').add_argument
+    schedule = parser.add_argument_group('schedule')
+    add = schedule.add_mutually_exclusive_group().add_argument
     add('--epochs', metavar='N', type=int,
         help=f'of both phases (default: about {STEPS} steps, {PRETRAINED_STEPS} from weights)')
     add('--minutes', metavar='M', type=float, help='as many epochs as take so long, instead')
+    add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
+    add = schedule.add_argument
     add('--switch', metavar='F', type=float, help='share of phase 1 (default: 0.4 for cmhsa_conv_*, else 1)')
     add('--separate-schedules', action='store_true', help='start the learning rate again in phase 2, as in the paper')
     add('--batch-size', metavar='N', type=int, help='images of a step, for each process (default: 64 or less)')
@@ -93,7 +96,6 @@ def add_options(parser: ArgumentParser) -> None:
     add('--no-amp', action='store_true', help='train in float32')
     add('--compile', action='store_true', help='torch.compile')
     add('--workers', metavar='N', type=int, help='processes that read images')
-    add('--quick', dest='epochs', action='store_const', const=4, help='four epochs, to try it')
 
 
 def check_options(args: Namespace) -> None:
@@ -111,7 +113,7 @@ def check_options(args: Namespace) -> None:
         if not name.startswith(SOURCES) and not timm.is_model(name):
             raise ValueError(f'{name} is not a model of timm: see timm.list_models(), or give local-dir:FOLDER.')
     if args.epochs and args.minutes:
-        raise ValueError('--epochs and --minutes are two lengths of one training, and --quick is --epochs 4: give one.')
+        raise ValueError('--epochs and --minutes are two lengths of one training: give one.')
     if args.initial_checkpoint and (args.model is None or args.pretrained or args.model.startswith(SOURCES)):
         raise ValueError(f'--initial-checkpoint {args.initial_checkpoint} needs the name of the --model that it is of.')
     if args.pretrained and args.model is None:
@@ -200,7 +202,7 @@ def choose_options(
         words = ', '.join(_in_words(key, str(value)) for key, value in args.rivals[name].items())
         notes.append(f'--compare {name}: {words}')
     for key, (value, reason) in recipe.items():
-        if value is not None:
+        if value is not None and not (args.freeze and key == 'layer_decay'):
             choose(key, value, reason)
     kind = timm.is_model(args.model) and timm.model_entrypoint(args.model).__annotations__.get('return')
     switch = 0.5 if args.attend else 0.4 if kind is CmhsaConv and not is_hybrid and not own else 1.
@@ -217,7 +219,9 @@ def choose_options(
     if args.scale == 1:
         choose('shift', args.img_size // 8, 'pixels at most, an eighth')
     elif args.shift:
-        raise ValueError(f'--shift {args.shift} is for whole images, but --scale {args.scale} crops: leave one out.')
+        raise ValueError(f'--shift {args.shift} is for whole images, but --scale {args.scale} crops: add --scale 1.')
+    if (args.shift or 0) >= args.img_size:
+        raise ValueError(f'--shift {args.shift} must be smaller than the image, {args.img_size} pixels.')
     args.shift, args.tta = args.shift or 0, args.tta or None
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)

@@ -146,7 +146,7 @@ def _prepare(args: Namespace, to_phase2: Rewrite) -> Tuple[List[str], nn.Module,
     create = partial(create, img_size=args.img_size, num_classes=len(args.classes), crop_mode=CROP_MODES[args.fit])
     model = create(args.model, checkpoint=args.initial_checkpoint, **args.model_kwargs)
     if own and model.num_classes != model.pretrained_cfg['num_classes']:
-        chosen.append(f"new classifier of {model.num_classes} classes: the weights are for "
+        chosen.append(f'new classifier of {model.num_classes} classes: the weights of {args.model} are for '
                       f"{model.pretrained_cfg['num_classes']}")
     rivals = {name: create(name, in_chans=data_config(model)['input_size'][0]) for name in args.compare}
     if args.freeze:
