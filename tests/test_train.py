@@ -499,6 +499,7 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
             (['--model', 'cmhsa_conv_k5', '--img-size', '64'], (64, 'cmhsa_conv_k5', 8.8e-3, 8.8e-3, 0.4)),
             (['--compare', 'test_vit'], (size, hybrid, 8.8e-3, 1.8e-3, 1.)),
             (['--compare', 'test_vit', '--lr', '1'], (size, hybrid, 1., 1.8e-3, 1.)),
+            (['--compare', 'test_vit', '--lr', '1', '--opt', 'adamw'], (size, hybrid, 1., 1., 1.)),
             (['--model', 'test_vit', '--img-size', '64'], (64, 'test_vit', 1.8e-3, 8.8e-3, 1.)),
             (['--model', 'test_resnet', '--img-size', '64'], (64, 'test_resnet', 8.8e-3, 8.8e-3, 1.)),
             (['--model', 'eva02_tiny_patch14_224', '--img-size', '64', '--opt', 'nmuon'],

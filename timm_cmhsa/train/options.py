@@ -143,7 +143,6 @@ def choose_options(
     args.num_images, args.classes, args.files = len(images.splits['train']), images.class_names, images.digest
     notes: List[str] = []
     fitting = {name: value for name, value in images.options.items() if name != 'model_kwargs' or args.model is None}
-
     if own or args.opt not in (None, fitting.get('opt')):
         fitting.pop('lr', None)
 
@@ -194,7 +193,7 @@ def choose_options(
     for name in args.compare:
         chosen = _recipe(opt, name, {}, args.pretrained or name.startswith(SOURCES), share)
         given = {key for key in chosen if getattr(args, key) is not None or (key in fitting and key != 'lr')}
-        if chosen['lr'] != recipe['lr']:  # as its rate is another thing
+        if chosen['lr'][0] != recipe['lr'][0]:  # as its rate is another thing
             given -= {'lr'}
         args.rivals[name] = {key: value for key, (value, _) in chosen.items() if key not in given}
         if args.compare_lr is not None:
@@ -220,9 +219,9 @@ def choose_options(
         choose('shift', args.img_size // 8, 'pixels at most, an eighth')
     elif args.shift:
         raise ValueError(f'--shift {args.shift} is for whole images, but --scale {args.scale} crops: add --scale 1.')
-    if (args.shift or 0) >= args.img_size:
-        raise ValueError(f'--shift {args.shift} must be smaller than the image, {args.img_size} pixels.')
     args.shift, args.tta = args.shift or 0, args.tta or None
+    if args.shift >= args.img_size:
+        raise ValueError(f'--shift {args.shift} must be smaller than the image, {args.img_size} pixels.')
     device, args.amp_dtype = torch.device(args.device), None
     is_slow = not is_small or args.num_images * args.img_size > (100_000 if device.type == 'cuda' else 500_000)
     workers = min(os.cpu_count() or 1, 8) if is_slow else 0
@@ -245,7 +244,7 @@ def _recipe(
     else:
         opt, reason = opt or 'muon', 'learns faster than AdamW from scratch'
         kind, lr, muon_lr = 'from scratch', LR, MUON_LR
-        if _attends(name, model_kwargs):
+        if opt.lower() in MUON and _attends(name, model_kwargs):
             kind, muon_lr = 'for a model that attends', MUON_LOW_LR
     lr = muon_lr if opt.lower() in MUON else lr
     fewer = f', times the square root of {share:g} as steps are smaller' if share < 1 else ''
