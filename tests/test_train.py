@@ -501,6 +501,8 @@ def test_model_and_schedule_fit_the_images(side, size, tmp_path):
             (['--compare', 'test_vit', '--lr', '1'], (size, hybrid, 1., 1.8e-3, 1.)),
             (['--compare', 'test_vit', '--lr', '1', '--opt', 'adamw'], (size, hybrid, 1., 1., 1.)),
             (['--model', 'test_vit', '--img-size', '64'], (64, 'test_vit', 1.8e-3, 8.8e-3, 1.)),
+            (['--model', 'test_vit', '--img-size', '64', '--start', 'convolution'],
+             (64, 'test_vit', 1.8e-4, 8.8e-3, 1.)),
             (['--model', 'test_resnet', '--img-size', '64'], (64, 'test_resnet', 8.8e-3, 8.8e-3, 1.)),
             (['--model', 'eva02_tiny_patch14_224', '--img-size', '64', '--opt', 'nmuon'],
              (64, 'eva02_tiny_patch14_224', 1.8e-3, 8.8e-3, 1.)),

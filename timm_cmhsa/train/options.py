@@ -188,7 +188,9 @@ def choose_options(
         choose('epochs', min(max(round(total / steps), least), MAX_EPOCHS), f'of {steps} steps each')
     is_hybrid = args.model.startswith('cmhsa_hybrid')
     share, opt = min(args.batch_size * args.world_size / LR_BATCH, 1.), args.opt or fitting.get('opt')
-    recipe = _recipe(opt, args.model, args.model_kwargs, bool(own), share)
+    recipe = _recipe(opt or ('adamw' if args.start else None), args.model, args.model_kwargs, bool(own), share)
+    if args.start:
+        recipe['opt'] = recipe['opt'][0], 'this start learns less by Muon'
     args.rivals = {}
     for name in args.compare:
         chosen = _recipe(opt, name, {}, args.pretrained or name.startswith(SOURCES), share)
